@@ -1,0 +1,1 @@
+"""Octavo: large language models over gRPC, with one scheduler for every iteration of every GPU."""

@@ -1,0 +1,1 @@
+"""The scheduler service: queue, deadlines, admission, batch plans and client streams."""

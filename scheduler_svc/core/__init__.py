@@ -1,0 +1,1 @@
+"""The scheduler as a pure, deterministic state machine: events in, effects out."""

@@ -1,0 +1,1 @@
+"""The worker service: device, KV block pool and model runner."""

@@ -1,0 +1,1 @@
+"""KV blocks: pool, prefix cache, tiers and the contiguous control arm. Pure Python."""

@@ -1,0 +1,1 @@
+"""Model runners: the only place that imports torch or vLLM."""

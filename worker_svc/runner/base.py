@@ -1,0 +1,119 @@
+"""The interface of a model runner, and what the engine and a runner say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from octavo.protocol.steps import TokenLogprobs
+from octavo.sampling import SamplingParams
+from worker_svc.sequence import Sequence
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how far it is (0 to 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a loaded model says of itself; the source of `WorkerDescription`."""
+
+    model_id: str
+    revision: str
+    runner: str
+    dtype: str
+    kv_dtype: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    add_bos_token: bool
+    generation_defaults: SamplingParams
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    tokenizer_files: dict[str, bytes]
+    kv_bytes_per_token: int
+    adapters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of a step: compute tokens [start, start + num_tokens) of it.
+
+    `start` is `sequence.num_computed_tokens`. With `sample`, the last of them yields the next token.
+    The runner must not change the sequence.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One packed batch. Rows come in the order in which the sequences were admitted."""
+
+    rows: tuple[Row, ...]
+    added: tuple[Sequence, ...] = ()
+    """Sequences that the runner has not seen before."""
+    removed: tuple[int, ...] = ()
+    """Handles that the runner may forget; applied before `added`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Sampled tokens of the rows with `sample`, by handle, and log probabilities where asked for."""
+
+    token_ids: dict[int, int]
+    logprobs: dict[int, TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A copy of one block between device and host pool."""
+
+    device_block: int
+    host_block: int
+
+
+class CopyTicket(Protocol):
+    """A copy under way."""
+
+    def done(self) -> bool:
+        """Return whether the data has arrived."""
+
+
+class ModelRunner(Protocol):
+    """A loaded model over the KV memory of a block pool. Called from one thread."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model's description; valid once the runner is loaded."""
+
+    def available_kv_bytes(self, utilization: float) -> int:
+        """Return the bytes that KV blocks may take; profiles the device where there is one."""
+
+    def allocate(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
+        """Make the KV memory. Raises MemoryError when it does not fit."""
+
+    def supports(self, sampling: SamplingParams) -> str | None:
+        """Return what of `sampling` this runner cannot do, or None."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Compute one step.
+
+        Raises:
+            StepOutOfMemory: the device is out of memory; nothing was advanced.
+            StepFailed: the step failed; culprits are named when they are known.
+            DeviceLost: the process cannot go on.
+        """
+
+    def copy_to_host(self, copies: Seq[BlockCopy]) -> None:
+        """Copy blocks out; on return the device blocks may be overwritten."""
+
+    def copy_to_device(self, copies: Seq[BlockCopy]) -> CopyTicket:
+        """Start to copy blocks in; steps may run meanwhile, but not on these blocks."""
+
+    def close(self) -> None:
+        """Give everything back."""
