@@ -1,0 +1,476 @@
+"""Plans, reports and sampling: records on one side, protobuf on the other, in pairs.
+
+`x_to_proto` takes a record that its owner holds to be right. `x_from_proto` takes what came from the
+network and raises `ProtocolError` when it is not what `worker.proto` promises, so that nobody behind
+it checks again. Token arrays stay packed: no object is made per token.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import TypeVar
+
+from octavo.protocol.convert_sampling import (
+    ProtocolError,
+    sampling_from_proto,
+    sampling_to_proto,
+    structured_from_proto,
+    structured_to_proto,
+)
+from octavo.protocol.steps import (
+    KEY_BYTES,
+    Admit,
+    Admitted,
+    Finished,
+    FinishReason,
+    Geometry,
+    KeyEvents,
+    Plan,
+    PoolReport,
+    Priority,
+    Refused,
+    RefuseReason,
+    Report,
+    StallReason,
+    StepError,
+    StepStatus,
+    StepTiming,
+    TokenLogprobs,
+)
+from octavo.v1 import common_pb2, worker_pb2
+
+__all__ = [
+    "ProtocolError",
+    "admit_from_proto",
+    "admit_to_proto",
+    "finish_reason_from_proto",
+    "finish_reason_to_proto",
+    "geometry_from_proto",
+    "geometry_to_proto",
+    "keys_from_proto",
+    "keys_to_proto",
+    "logprobs_from_proto",
+    "logprobs_to_proto",
+    "plan_from_proto",
+    "plan_to_proto",
+    "pool_from_proto",
+    "pool_to_proto",
+    "priority_from_proto",
+    "priority_to_proto",
+    "report_from_proto",
+    "report_to_proto",
+    "sampling_from_proto",
+    "sampling_to_proto",
+    "structured_from_proto",
+    "structured_to_proto",
+]
+
+_E = TypeVar("_E", bound=enum.IntEnum)
+
+
+def _member(kind: type[_E], value: int, field: str) -> _E:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ProtocolError(field, f"unknown value {value}") from None
+
+
+def _same_length(field: str, values: Seq[object], other: str, others: Seq[object]) -> None:
+    if len(values) != len(others):
+        raise ProtocolError(field, f"has {len(values)} entries, {other} has {len(others)}")
+
+
+def _unique(field: str, handles: Seq[int]) -> None:
+    if len(set(handles)) != len(handles):
+        raise ProtocolError(field, "names a handle twice")
+    if 0 in handles:
+        raise ProtocolError(field, "a handle is at least 1")
+
+
+def _text(text: str) -> str:
+    """Exception texts may hold lone surrogates, which protobuf refuses."""
+    return text.encode("utf-8", "replace").decode()
+
+
+# Keys
+
+
+def keys_to_proto(keys: Iterable[bytes]) -> bytes:
+    """Concatenate keys."""
+    return b"".join(keys)
+
+
+def keys_from_proto(data: bytes, field: str = "keys") -> tuple[bytes, ...]:
+    """Cut concatenated keys apart."""
+    if not data:
+        return ()
+    if len(data) % KEY_BYTES:
+        raise ProtocolError(field, f"length {len(data)} is no multiple of {KEY_BYTES}")
+    return tuple([data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)])
+
+
+# Enums that travel further than a report
+
+
+def priority_to_proto(priority: Priority) -> common_pb2.Priority.ValueType:
+    """Convert; the numbers are the same."""
+    return common_pb2.Priority.ValueType(priority)
+
+
+def priority_from_proto(value: int, field: str = "priority") -> Priority:
+    """Convert; unspecified is STANDARD."""
+    return _member(Priority, value, field) if value else Priority.STANDARD
+
+
+def finish_reason_to_proto(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
+    """Convert; the numbers are the same."""
+    return common_pb2.FinishReason.ValueType(reason)
+
+
+def finish_reason_from_proto(value: int, field: str = "reason") -> FinishReason:
+    """Convert; unspecified is an error."""
+    return _member(FinishReason, value, field)
+
+
+# Plans
+
+
+def admit_to_proto(admit: Admit) -> worker_pb2.Admit:
+    """Convert one admission."""
+    return worker_pb2.Admit(
+        handle=admit.handle,
+        token_ids=admit.token_ids,
+        prompt_len=admit.prompt_len,
+        sampling=sampling_to_proto(admit.sampling),
+        choice=admit.choice,
+        keys=keys_to_proto(admit.keys),
+        reserve_tokens=admit.reserve_tokens,
+        hold_after_finish=admit.hold_after_finish,
+        priority=priority_to_proto(admit.priority),
+        adapter=admit.adapter,
+    )
+
+
+def admit_from_proto(message: worker_pb2.Admit) -> Admit:
+    """Convert one admission; sampling out of range is an error too."""
+    token_ids = tuple(message.token_ids[:])
+    sampling = sampling_from_proto(message.sampling)
+    if not 1 <= message.prompt_len <= len(token_ids):
+        problem = f"must be in [1, {len(token_ids)}] (tokens sent), got {message.prompt_len}"
+        raise ProtocolError("admit.prompt_len", problem)
+    for name, problem in sampling.violations():
+        raise ProtocolError(f"admit.sampling.{name}", problem)
+    return Admit(
+        handle=message.handle,
+        token_ids=token_ids,
+        prompt_len=message.prompt_len,
+        sampling=sampling,
+        choice=message.choice,
+        keys=keys_from_proto(message.keys, "admit.keys"),
+        reserve_tokens=message.reserve_tokens if message.HasField("reserve_tokens") else None,
+        hold_after_finish=message.hold_after_finish,
+        priority=priority_from_proto(message.priority, "admit.priority"),
+        adapter=message.adapter if message.HasField("adapter") else None,
+    )
+
+
+def plan_to_proto(plan: Plan) -> worker_pb2.Plan:
+    """Convert a plan."""
+    return worker_pb2.Plan(
+        step=plan.step,
+        admit=[admit_to_proto(admit) for admit in plan.admit],
+        prefill_handles=[handle for handle, _ in plan.prefill],
+        prefill_tokens=[tokens for _, tokens in plan.prefill],
+        skip=plan.skip,
+        seal=[worker_pb2.Seal(handle=handle, block_index=index, key=key) for handle, index, key in plan.seal],
+        release=plan.release,
+        resume_after=plan.resume_after,
+    )
+
+
+def plan_from_proto(message: worker_pb2.Plan) -> Plan:
+    """Convert a plan.
+
+    Raises:
+        ProtocolError: parallel arrays differ in length, a handle is named twice or is 0, admissions
+            do not ascend, a key is no key, or a sampling value is out of range.
+    """
+    if message.step < 1:
+        raise ProtocolError("step", "is at least 1")
+    prefill_handles = message.prefill_handles[:]
+    prefill_tokens = message.prefill_tokens[:]
+    _same_length("prefill_tokens", prefill_tokens, "prefill_handles", prefill_handles)
+    _unique("prefill_handles", prefill_handles)
+    if 0 in prefill_tokens:
+        raise ProtocolError("prefill_tokens", "must be positive")
+    admit = tuple([admit_from_proto(entry) for entry in message.admit])
+    handles = [entry.handle for entry in admit]
+    _unique("admit.handle", handles)
+    if handles != sorted(handles):
+        raise ProtocolError("admit.handle", "must ascend")
+    skip, release = tuple(message.skip), tuple(message.release)
+    _unique("skip", skip)
+    _unique("release", release)
+    return Plan(
+        step=message.step,
+        admit=admit,
+        prefill=tuple(zip(prefill_handles, prefill_tokens, strict=True)),
+        skip=skip,
+        seal=tuple([_seal_from_proto(seal) for seal in message.seal]),
+        release=release,
+        resume_after=message.resume_after if message.HasField("resume_after") else None,
+    )
+
+
+def _seal_from_proto(message: worker_pb2.Seal) -> tuple[int, int, bytes]:
+    if len(message.key) != KEY_BYTES:
+        raise ProtocolError("seal.key", f"must have {KEY_BYTES} bytes, got {len(message.key)}")
+    return message.handle, message.block_index, message.key
+
+
+# Reports
+
+
+def geometry_to_proto(geometry: Geometry) -> worker_pb2.Geometry:
+    """Convert the shape of a KV memory."""
+    return worker_pb2.Geometry(
+        block_size=geometry.block_size,
+        num_blocks=geometry.num_blocks,
+        num_host_blocks=geometry.num_host_blocks,
+        block_bytes=geometry.block_bytes,
+        paged=geometry.paged,
+        pin_budget_blocks=geometry.pin_budget_blocks,
+    )
+
+
+def geometry_from_proto(message: worker_pb2.Geometry) -> Geometry:
+    """Convert the shape of a KV memory; one without blocks is an error."""
+    if message.block_size < 1 or message.num_blocks < 1:
+        raise ProtocolError("geometry", "block_size and num_blocks are at least 1")
+    return Geometry(
+        block_size=message.block_size,
+        num_blocks=message.num_blocks,
+        num_host_blocks=message.num_host_blocks,
+        block_bytes=message.block_bytes,
+        paged=message.paged,
+        pin_budget_blocks=message.pin_budget_blocks,
+    )
+
+
+def pool_to_proto(pool: PoolReport) -> worker_pb2.PoolReport:
+    """Convert the state of a pool."""
+    return worker_pb2.PoolReport(
+        free=pool.free,
+        evictable=pool.evictable,
+        active=pool.active,
+        pinned=pool.pinned,
+        host_free=pool.host_free,
+        largest_free_run=pool.largest_free_run,
+        unused_slots=pool.unused_slots,
+        hit_tokens=pool.hit_tokens,
+        miss_tokens=pool.miss_tokens,
+        host_hit_tokens=pool.host_hit_tokens,
+    )
+
+
+def pool_from_proto(message: worker_pb2.PoolReport) -> PoolReport:
+    """Convert the state of a pool."""
+    return PoolReport(
+        free=message.free,
+        evictable=message.evictable,
+        active=message.active,
+        pinned=message.pinned,
+        host_free=message.host_free,
+        largest_free_run=message.largest_free_run,
+        unused_slots=message.unused_slots,
+        hit_tokens=message.hit_tokens,
+        miss_tokens=message.miss_tokens,
+        host_hit_tokens=message.host_hit_tokens,
+    )
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    """Convert the log probabilities of one position."""
+    return common_pb2.TokenLogprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob,
+        rank=logprobs.rank,
+        top_token_ids=logprobs.top_token_ids,
+        top_logprobs=logprobs.top_logprobs,
+    )
+
+
+def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    """Convert the log probabilities of one position."""
+    top_token_ids, top_logprobs = tuple(message.top_token_ids), tuple(message.top_logprobs)
+    _same_length("top_logprobs", top_logprobs, "top_token_ids", top_token_ids)
+    return TokenLogprobs(message.token_id, message.logprob, message.rank, top_token_ids, top_logprobs)
+
+
+def _timing_to_proto(timing: StepTiming) -> worker_pb2.StepTiming:
+    return worker_pb2.StepTiming(
+        execute_us=timing.execute_us,
+        bubble_us=timing.bubble_us,
+        overhead_us=timing.overhead_us,
+        copy_us=timing.copy_us,
+        num_decodes=timing.num_decodes,
+        num_prefill_tokens=timing.num_prefill_tokens,
+        context_tokens=timing.context_tokens,
+    )
+
+
+def _timing_from_proto(message: worker_pb2.StepTiming) -> StepTiming:
+    return StepTiming(
+        message.execute_us,
+        message.bubble_us,
+        message.overhead_us,
+        message.copy_us,
+        message.num_decodes,
+        message.num_prefill_tokens,
+        message.context_tokens,
+    )
+
+
+def _key_events_to_proto(events: KeyEvents) -> worker_pb2.KeyEvents | None:
+    if not (events.stored or events.demoted or events.promoted or events.evicted):
+        return None
+    return worker_pb2.KeyEvents(
+        stored=keys_to_proto(events.stored),
+        demoted=keys_to_proto(events.demoted),
+        promoted=keys_to_proto(events.promoted),
+        evicted=keys_to_proto(events.evicted),
+    )
+
+
+def _key_events_from_proto(message: worker_pb2.KeyEvents) -> KeyEvents:
+    return KeyEvents(
+        stored=keys_from_proto(message.stored, "key_events.stored"),
+        demoted=keys_from_proto(message.demoted, "key_events.demoted"),
+        promoted=keys_from_proto(message.promoted, "key_events.promoted"),
+        evicted=keys_from_proto(message.evicted, "key_events.evicted"),
+    )
+
+
+def report_to_proto(report: Report) -> worker_pb2.Report:
+    """Convert a report."""
+    return worker_pb2.Report(
+        step=report.step,
+        status=worker_pb2.StepStatus.ValueType(report.status),
+        token_handles=report.token_handles,
+        token_counts=report.token_counts,
+        first_positions=report.first_positions,
+        token_ids=report.token_ids,
+        logprobs=[
+            worker_pb2.SequenceLogprobs(handle=handle, tokens=map(logprobs_to_proto, tokens))
+            for handle, tokens in report.logprobs.items()
+        ],
+        finished=[
+            worker_pb2.FinishedSequence(
+                handle=entry.handle,
+                reason=finish_reason_to_proto(entry.reason),
+                stop_token_id=entry.stop_token_id,
+            )
+            for entry in report.finished
+        ],
+        stalled=[
+            worker_pb2.Stalled(handle=handle, reason=worker_pb2.StallReason.ValueType(reason))
+            for handle, reason in report.stalled
+        ],
+        refused=[
+            worker_pb2.Refused(
+                handle=entry.handle,
+                reason=worker_pb2.RefuseReason.ValueType(entry.reason),
+                detail=_text(entry.detail),
+            )
+            for entry in report.refused
+        ],
+        admitted=[
+            worker_pb2.Admitted(
+                handle=entry.handle,
+                cached_tokens=entry.cached_tokens,
+                host_cached_tokens=entry.host_cached_tokens,
+            )
+            for entry in report.admitted
+        ],
+        released=report.released,
+        prefilled_handles=[handle for handle, _ in report.prefilled],
+        prefilled_tokens=[tokens for _, tokens in report.prefilled],
+        pool=pool_to_proto(report.pool),
+        key_events=_key_events_to_proto(report.key_events),
+        live_count=report.live_count,
+        digest=report.digest,
+        timing=_timing_to_proto(report.timing),
+        errors=[
+            worker_pb2.StepError(handles=error.handles, kind=error.kind, message=_text(error.message))
+            for error in report.errors
+        ],
+    )
+
+
+def report_from_proto(message: worker_pb2.Report) -> Report:
+    """Convert a report.
+
+    Raises:
+        ProtocolError: parallel arrays differ in length, counts do not add up, or an enum is unknown.
+    """
+    token_handles, token_counts = tuple(message.token_handles[:]), tuple(message.token_counts[:])
+    first_positions, token_ids = tuple(message.first_positions[:]), tuple(message.token_ids[:])
+    _same_length("first_positions", first_positions, "token_handles", token_handles)
+    if token_counts:
+        _same_length("token_counts", token_counts, "token_handles", token_handles)
+        if sum(token_counts) != len(token_ids):
+            raise ProtocolError("token_counts", f"add up to {sum(token_counts)} of {len(token_ids)} tokens")
+    else:
+        _same_length("token_ids", token_ids, "token_handles", token_handles)
+    _same_length("prefilled_tokens", message.prefilled_tokens, "prefilled_handles", message.prefilled_handles)
+    return Report(
+        step=message.step,
+        status=_member(StepStatus, message.status, "status"),
+        pool=pool_from_proto(message.pool),
+        live_count=message.live_count,
+        digest=message.digest,
+        token_handles=token_handles,
+        token_counts=token_counts,
+        first_positions=first_positions,
+        token_ids=token_ids,
+        logprobs={
+            entry.handle: tuple([logprobs_from_proto(tokens) for tokens in entry.tokens])
+            for entry in message.logprobs
+        },
+        finished=tuple([_finished_from_proto(entry) for entry in message.finished]),
+        stalled=tuple(
+            [
+                (entry.handle, _member(StallReason, entry.reason, "stalled.reason"))
+                for entry in message.stalled
+            ]
+        ),
+        refused=tuple(
+            [
+                Refused(entry.handle, _member(RefuseReason, entry.reason, "refused.reason"), entry.detail)
+                for entry in message.refused
+            ]
+        ),
+        admitted=tuple(
+            [
+                Admitted(entry.handle, entry.cached_tokens, entry.host_cached_tokens)
+                for entry in message.admitted
+            ]
+        ),
+        released=tuple(message.released[:]),
+        prefilled=tuple(zip(message.prefilled_handles, message.prefilled_tokens, strict=True)),
+        key_events=_key_events_from_proto(message.key_events),
+        timing=_timing_from_proto(message.timing),
+        errors=tuple(
+            [StepError(tuple(error.handles), error.kind, error.message) for error in message.errors]
+        ),
+    )
+
+
+def _finished_from_proto(message: worker_pb2.FinishedSequence) -> Finished:
+    return Finished(
+        message.handle,
+        finish_reason_from_proto(message.reason, "finished.reason"),
+        message.stop_token_id if message.HasField("stop_token_id") else None,
+    )

@@ -1,0 +1,80 @@
+"""Sampling parameters: the record on one side, protobuf on the other, in pairs."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from octavo.sampling import SamplingParams, StructuredOutput
+from octavo.v1 import common_pb2
+
+
+class ProtocolError(ValueError):
+    """A message that its sender should not have sent; `field` is its path as in the proto."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+_SCALARS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_tokens",
+    "max_tokens",
+    "ignore_eos",
+    "n",
+    "logprobs",
+)
+
+
+def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
+    """Convert; what is None stays unset."""
+    message = common_pb2.SamplingParams(
+        **{name: getattr(sampling, name) for name in _SCALARS},
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+    )
+    if sampling.logit_bias:
+        message.logit_bias.update(sampling.logit_bias)
+    if sampling.structured is not None:
+        message.structured.CopyFrom(structured_to_proto(sampling.structured))
+    return message
+
+
+def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Convert without checking ranges: that is `SamplingParams.violations()`."""
+    fields: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    if message.logit_bias:
+        fields["logit_bias"] = dict(message.logit_bias)
+    if message.stop:
+        fields["stop"] = tuple(message.stop)
+    if message.stop_token_ids:
+        fields["stop_token_ids"] = tuple(message.stop_token_ids)
+    if message.HasField("structured"):
+        fields["structured"] = structured_from_proto(message.structured)
+    return SamplingParams(**fields)
+
+
+def structured_to_proto(structured: StructuredOutput) -> common_pb2.StructuredOutput:
+    """Convert the one constraint that is set."""
+    if structured.choice is not None:
+        return common_pb2.StructuredOutput(choice=common_pb2.ChoiceList(values=structured.choice))
+    kinds = ("json_schema", "regex", "grammar", "json_object")
+    fields: dict[str, Any] = {kind: getattr(structured, kind) for kind in kinds}
+    return common_pb2.StructuredOutput(**fields)
+
+
+def structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOutput:
+    """Convert; raises when no constraint is set."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise ProtocolError("structured.kind", "must be set")
+    if kind == "choice":
+        return StructuredOutput(choice=tuple(message.choice.values))
+    return StructuredOutput(**{kind: getattr(message, kind)})
