@@ -86,7 +86,9 @@ class SamplingParams:
             and self.max_tokens is not None
             and self.min_tokens > self.max_tokens >= 1
         ):
-            found.append(("min_tokens", f"must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens}"))
+            found.append(
+                ("min_tokens", f"must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens}")
+            )
         if len(self.stop) > MAX_STOP_STRINGS:
             found.append(("stop", f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}"))
         for text in self.stop:

@@ -1,0 +1,303 @@
+"""The scheduler as a state machine: events in, effects out, time as an argument.
+
+Nothing here does I/O, reads a clock or waits. Each public method takes an event, changes the books
+and returns what is to be done, in order. `docs/scheduler.md` tells how the parts fit together.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from octavo.protocol.steps import FinishReason, Report
+
+from scheduler_svc.core import bisection
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.effects import Accepted, DetachWorker, Effect, LogEvent, Reject, SendPlan
+from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
+from scheduler_svc.core.events import NewRequest, WorkerInfo
+from scheduler_svc.core.fleet import ModelPool
+from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.planning import ContinuousPlanner, Explain
+from scheduler_svc.core.reports import ReportReader
+from scheduler_svc.core.request import Request, Sequence, Status
+from scheduler_svc.core.snapshot import CoreSnapshot, take_snapshot
+from scheduler_svc.core.static import StaticPlanner
+from scheduler_svc.core.timers import TimerWheel
+from scheduler_svc.core.worker import WorkerState
+
+
+class SchedulerCore:
+    """Decides, for every step of every worker, exactly what runs."""
+
+    def __init__(self, config: CoreConfig, explain: Explain | None = None) -> None:
+        self.config = config
+        self._explain = explain
+        self._pools: dict[str, ModelPool] = {}
+        self._planners: dict[str, ContinuousPlanner | StaticPlanner] = {}
+        self._workers: dict[str, WorkerState] = {}
+        self._lifecycle = Lifecycle(config, self._pools)
+        self._reader = ReportReader(config, self._lifecycle)
+        self._wakeups: list[tuple[float, str]] = []
+        self._watchdogs: TimerWheel[str] = TimerWheel()
+        self._draining = False
+        self._fallen: dict[str, tuple[str, list[Sequence]]] = {}
+        """Workers that went away: their incarnation and whom we hold it against."""
+
+    # Requests ------------------------------------------------------------------------------------
+
+    def submit(self, spec: NewRequest, now: float) -> list[Effect]:
+        """Take a request in, or refuse it."""
+        out: list[Effect] = []
+        self._expire(now, out)
+        pool = self._pool(spec.model)
+        error = self._refusal(spec, pool, now)
+        if error is not None:
+            self._lifecycle.refused(error)
+            out.append(Reject(spec.request_id, error))
+            return out
+        position = pool.queue.num_fresh
+        request = self._lifecycle.open(spec, pool, self._block_size(pool), now)
+        out.append(Accepted(spec.request_id, position, self._lifecycle.estimated_wait_s(pool, now)))
+        self._place(request, pool, now, out)
+        return out
+
+    def cancel(self, request_id: str, now: float) -> list[Effect]:
+        """The client does not want a request any more. An unknown id changes nothing."""
+        out: list[Effect] = []
+        request = self._lifecycle.requests.get(request_id)
+        if request is not None:
+            self._lifecycle.end_request(request, FinishReason.CANCELLED, None, now, out)
+            self._plan_for_freed_room(request.spec.model, now, out)
+        return out
+
+    def stop_choice(self, request_id: str, choice: int, now: float) -> list[Effect]:
+        """A stop string has ended a choice. An unknown id or an ended choice changes nothing."""
+        out: list[Effect] = []
+        request = self._lifecycle.requests.get(request_id)
+        if request is not None and request.sequences[choice].status is not Status.FINISHED:
+            self._lifecycle.end_choice(request.sequences[choice], FinishReason.STOP, now, out)
+        return out
+
+    def drain(self, now: float) -> list[Effect]:
+        """Refuse new requests from now on; what is here goes on."""
+        self._draining = True
+        return [LogEvent("scheduler_draining", {"live_requests": len(self._lifecycle.requests)})]
+
+    # Workers -------------------------------------------------------------------------------------
+
+    def worker_up(self, info: WorkerInfo, now: float) -> list[Effect]:
+        """A worker has welcomed the scheduler."""
+        out: list[Effect] = []
+        former = self._workers.get(info.worker_id)
+        if former is not None:
+            self._lose(former, "replaced", now, out)
+        incarnation, blamed = self._fallen.pop(info.worker_id, ("", []))
+        if incarnation == info.incarnation:
+            # Only its stream had broken: nobody killed it.
+            for sequence in blamed:
+                sequence.deaths = max(0, sequence.deaths - 1)
+        pool = self._pool(info.model)
+        worker = WorkerState.from_info(info, self.config, now)
+        self._workers[info.worker_id] = worker
+        pool.add(worker)
+        out.append(LogEvent("worker_up", {"worker_id": info.worker_id, "model": info.model}))
+        self._plan_ahead(worker, now, out)
+        return out
+
+    def worker_down(self, worker_id: str, now: float) -> list[Effect]:
+        """The stream to a worker has ended, for whatever reason."""
+        out: list[Effect] = []
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            self._lose(worker, "stream ended", now, out)
+        return out
+
+    def worker_draining(self, worker_id: str, now: float) -> list[Effect]:
+        """A worker takes nothing new; what it runs goes on."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return []
+        worker.draining = True
+        self._pools[worker.info.model].update_load(worker)
+        return [LogEvent("worker_draining", {"worker_id": worker_id, "running": worker.num_seqs})]
+
+    def report(self, worker_id: str, report: Report, now: float) -> list[Effect]:
+        """A worker has answered a plan. One from a worker that was let go of changes nothing."""
+        out: list[Effect] = []
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return out
+        self._expire(now, out)
+        pool = self._pools[worker.info.model]
+        try:
+            self._reader.read(worker, pool, report, now, out)
+        except ProtocolViolationError as violation:
+            self._detach(worker, str(violation), now, out)
+            return out
+        pool.update_load(worker)
+        self._watch(worker, now)
+        self._plan_ahead(worker, now, out)
+        return out
+
+    # Time ----------------------------------------------------------------------------------------
+
+    def next_wakeup(self) -> float | None:
+        """Return when `tick` is due, or None when nothing waits for time to pass."""
+        while self._wakeups:
+            at, worker_id = self._wakeups[0]
+            worker = self._workers.get(worker_id)
+            if worker is not None and worker.next_plan_at == at:
+                break
+            heapq.heappop(self._wakeups)
+        times = [self._lifecycle.deadlines.next_at(), self._watchdogs.next_at()]
+        if self._wakeups:
+            times.append(self._wakeups[0][0])
+        return min((at for at in times if at is not None), default=None)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Do what is due: deadlines, watchdogs, plans."""
+        out: list[Effect] = []
+        self._expire(now, out)
+        for worker_id in self._watchdogs.expire(now):
+            worker = self._workers.get(worker_id)
+            if worker is not None and worker.in_flight:
+                self._detach(worker, "watchdog: no report in time", now, out)
+        while self._wakeups and self._wakeups[0][0] <= now:
+            at, worker_id = heapq.heappop(self._wakeups)
+            worker = self._workers.get(worker_id)
+            if worker is not None and worker.next_plan_at == at:
+                self._plan_ahead(worker, now, out)
+        return out
+
+    def snapshot(self, now: float) -> CoreSnapshot:
+        """Return the figures of the moment."""
+        return take_snapshot(self._lifecycle, self._pools, now)
+
+    # Inside --------------------------------------------------------------------------------------
+
+    def _pool(self, model: str) -> ModelPool:
+        pool = self._pools.get(model)
+        if pool is None:
+            pool = self._pools[model] = ModelPool(self.config)
+            planner = ContinuousPlanner if self.config.static is None else StaticPlanner
+            self._planners[model] = planner(self.config, pool, self._explain)
+        return pool
+
+    def _block_size(self, pool: ModelPool) -> int | None:
+        """Return the block size of a model's workers, once one has come and if prefixes are cached."""
+        if not self.config.prefix_caching:
+            return None
+        return next((worker.block_size for worker in pool.workers.values()), None)
+
+    def _refusal(self, spec: NewRequest, pool: ModelPool, now: float) -> CoreError | None:
+        """Return why a request cannot be taken, if so."""
+        if spec.request_id in self._lifecycle.requests:
+            return CoreError(Reason.DUPLICATE_REQUEST_ID, f"request {spec.request_id!r} is running already")
+        if self._draining:
+            return CoreError(Reason.DRAINING, "the scheduler is draining", retry_after_s=1.0)
+        longest = max((worker.info.max_model_len for worker in pool.workers.values()), default=None)
+        total = len(spec.prompt_token_ids) + (spec.sampling.max_tokens or 0)
+        if longest is not None and total > longest:
+            return CoreError(
+                Reason.PROMPT_TOO_LONG,
+                f"prompt and max_tokens need {total} tokens, the largest worker holds {longest}",
+            )
+        return None if spec.paced else self._lifecycle.overload(pool, len(spec.prompt_token_ids), now)
+
+    def _place(self, request: Request, pool: ModelPool, now: float, out: list[Effect]) -> None:
+        """Wake an idle worker for a new request; busy ones look at the queue before their next step."""
+        for sequence in request.sequences:
+            if sequence.status is Status.WAITING:
+                worker = pool.best(sequence, now)
+                if worker is not None and not worker.in_flight:
+                    self._plan_ahead(worker, now, out)
+
+    def _plan_for_freed_room(self, model: str, now: float, out: list[Effect]) -> None:
+        """A held turn may have become free: let an idle worker look at the queue."""
+        pool = self._pools[model]
+        if len(pool.queue):
+            head = next(pool.queue.order(now))
+            worker = pool.best(head, now)
+            if worker is not None and not worker.in_flight:
+                self._plan_ahead(worker, now, out)
+
+    def _plan_ahead(self, worker: WorkerState, now: float, out: list[Effect]) -> None:
+        """Send the plans that are due now, and note when the next one is."""
+        planner = self._planners[worker.info.model]
+        window = 1 if worker.bisection is not None else self.config.window
+        worker.next_plan_at = None
+        while len(worker.in_flight) < window:
+            due = self._due_at(worker)
+            if due > now:
+                worker.next_plan_at = due
+                heapq.heappush(self._wakeups, (due, worker.worker_id))
+                return
+            draft = bisection.draft_trial(worker) or planner.plan(worker, now, out)
+            if draft is None:
+                wake = planner.wake_at(worker, now)
+                if wake is not None:
+                    worker.next_plan_at = wake
+                    heapq.heappush(self._wakeups, (wake, worker.worker_id))
+                return
+            resume_after = None
+            if worker.bisection is not None:
+                window = 1
+                resume_after, worker.bisection.resume_after = worker.bisection.resume_after, None
+            idle = not worker.in_flight
+            flight = draft.finish(now, resume_after)
+            if idle:
+                self._watch(worker, now)
+            out.append(SendPlan(worker.worker_id, flight.plan))
+            for other in draft.nudge:
+                if not other.in_flight:
+                    self._plan_ahead(other, now, out)
+
+    def _due_at(self, worker: WorkerState) -> float:
+        """Return when the next plan is to be sent: a lead before the plans in flight have run."""
+        if not worker.in_flight:
+            return 0.0
+        ends = max(worker.last_report_at, worker.in_flight[0].sent_at)
+        return ends + sum(map(worker.predict_flight_s, worker.in_flight)) - worker.lead_s
+
+    def _watch(self, worker: WorkerState, now: float) -> None:
+        """A worker that owes a report has until the watchdog to send it."""
+        if worker.in_flight:
+            self._watchdogs.arm(worker.worker_id, now + self.config.step_watchdog_s)
+        else:
+            self._watchdogs.disarm(worker.worker_id)
+
+    def _expire(self, now: float, out: list[Effect]) -> None:
+        for request_id in self._lifecycle.deadlines.expire(now):
+            self._lifecycle.expire(request_id, now, out)
+
+    def _detach(self, worker: WorkerState, reason: str, now: float, out: list[Effect]) -> None:
+        out.append(DetachWorker(worker.worker_id, reason))
+        self._lose(worker, reason, now, out)
+
+    def _lose(self, worker: WorkerState, reason: str, now: float, out: list[Effect]) -> None:
+        """Let go of a worker; what it ran goes back to the front of the queue with its tokens."""
+        pool = self._pools[worker.info.model]
+        del self._workers[worker.worker_id]
+        pool.remove(worker)
+        self._watchdogs.disarm(worker.worker_id)
+        at_work = bool(worker.in_flight)
+        blamed: list[Sequence] = []
+        sequences = list(worker.sequences.values())
+        out.append(
+            LogEvent(
+                "worker_lost", {"worker_id": worker.worker_id, "reason": reason, "running": len(sequences)}
+            )
+        )
+        for sequence in sequences:
+            on_device = sequence.handle in worker.decoding or sequence.handle in worker.prefilling
+            worker.forget(sequence)
+            if sequence.status is Status.FINISHED:
+                continue
+            if at_work and on_device:
+                blamed.append(sequence)
+            self._lifecycle.recover(sequence, pool, blame=at_work and on_device, now=now, out=out)
+        self._fallen[worker.worker_id] = (worker.info.incarnation, blamed)
+        for other in list(pool.workers.values()):
+            if not len(pool.queue):
+                break
+            self._plan_ahead(other, now, out)

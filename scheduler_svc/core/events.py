@@ -1,0 +1,50 @@
+"""What the shell tells the core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from octavo.protocol.steps import Geometry, PoolReport, Priority
+from octavo.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """A validated request. Times are absolute, in monotonic seconds."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: Seq[int]
+    sampling: SamplingParams
+    """Fully resolved: n, seed and max_tokens are set."""
+    priority: Priority = Priority.STANDARD
+    tenant: str = "anonymous"
+    prompt_keys: tuple[bytes, ...] = ()
+    """Content keys of the prompt's full blocks; empty without prefix caching."""
+    root_key: bytes = b""
+    queue_deadline: float | None = None
+    ttft_deadline: float | None = None
+    deadline: float | None = None
+    resumed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Tokens already generated, by choice."""
+    paced: bool = False
+    """From a client that is paced by credits: never refused for queue depth."""
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """A worker that has just welcomed the scheduler: no sequences, perhaps a warm cache."""
+
+    worker_id: str
+    incarnation: str
+    model: str
+    geometry: Geometry
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    pool: PoolReport
+    device_keys: tuple[bytes, ...] = ()
+    host_keys: tuple[bytes, ...] = ()

@@ -1,0 +1,292 @@
+"""The life of a request in the scheduler: opened, begun, recovered, ended; exactly one end each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from octavo.protocol.steps import FinishReason
+
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.effects import ChoiceTimings, Effect, FinishChoice, LogEvent, Reject, SendCancel
+from scheduler_svc.core.errors import CoreError, Reason
+from scheduler_svc.core.events import NewRequest
+from scheduler_svc.core.fleet import ModelPool
+from scheduler_svc.core.rates import Rate
+from scheduler_svc.core.request import Request, Sequence, Status
+from scheduler_svc.core.timers import TimerWheel
+
+MIN_RETRY_S = 0.1
+MAX_RETRY_S = 30.0
+
+
+class Lifecycle:
+    """Owns the live requests and their deadlines; keeps the accounts.
+
+    `arrivals` equals the sum of `outcomes` and the live requests at all times.
+    """
+
+    def __init__(self, config: CoreConfig, pools: dict[str, ModelPool]) -> None:
+        self._config = config
+        self._pools = pools
+        self.requests: dict[str, Request] = {}
+        self.deadlines: TimerWheel[str] = TimerWheel()
+        self.arrivals = 0
+        self.outcomes: Counter[str] = Counter()
+        self._starts: dict[int, Rate] = {}
+
+    # Beginning -----------------------------------------------------------------------------------
+
+    def overload(self, pool: ModelPool, prompt_tokens: int, now: float) -> CoreError | None:
+        """Return the refusal when the queue is full."""
+        queue, config = pool.queue, self._config
+        full = queue.num_fresh >= config.max_waiting_requests
+        limit = config.max_waiting_tokens
+        full_of_tokens = (
+            limit is not None and queue.num_tokens > 0 and queue.num_tokens + prompt_tokens > limit
+        )
+        if not full and not full_of_tokens:
+            return None
+        bound = f"{config.max_waiting_requests} requests" if full else f"{limit} tokens"
+        return CoreError(
+            Reason.QUEUE_FULL,
+            f"the queue is full ({bound})",
+            retry_after_s=self.retry_after_s(pool, now),
+            metadata={"waiting_requests": str(queue.num_fresh), "waiting_tokens": str(queue.num_tokens)},
+        )
+
+    def refused(self, error: CoreError) -> None:
+        """Account for a request that was refused at the door."""
+        self.arrivals += 1
+        self.outcomes[error.reason] += 1
+
+    def open(self, spec: NewRequest, pool: ModelPool, block_size: int | None, now: float) -> Request:
+        """Take a request into the queue."""
+        request = Request.from_spec(spec, now, block_size)
+        self.arrivals += 1
+        self.requests[spec.request_id] = request
+        for sequence in request.sequences:
+            pool.charges.join(request.tenant)
+            if sequence.status is Status.WAITING:
+                pool.queue.push(sequence)
+        self._arm(request)
+        return request
+
+    def started(self, pool: ModelPool, sequence: Sequence, now: float) -> None:
+        """A worker has taken a sequence: its wait is over."""
+        self._starts.setdefault(id(pool), Rate()).add(now)
+        if len(sequence.request.sequences) == 1:
+            self._arm(sequence.request)
+
+    def first_token(self, sequence: Sequence, now: float) -> None:
+        """The first token of a sequence, or of its resumption, has come."""
+        request = sequence.request
+        if sequence.first_token_at is None:
+            sequence.first_token_at = now
+        if not request.got_token:
+            request.got_token = True
+            self._arm(request)
+        self.release_siblings(request)
+
+    def release_siblings(self, request: Request) -> None:
+        """The leader's prompt blocks are published, or never will be: its siblings may be admitted."""
+        if len(request.sequences) == 1:
+            return
+        pool = self._pools[request.spec.model]
+        for sibling in request.sequences:
+            if sibling.status is Status.HELD:
+                sibling.transition(Status.WAITING)
+                pool.queue.push(sibling)
+
+    # Going back ----------------------------------------------------------------------------------
+
+    def requeue(self, sequence: Sequence, pool: ModelPool) -> None:
+        """A sequence has left its worker without an end: to the front of its class."""
+        sequence.transition(Status.WAITING)
+        pool.queue.push_front(sequence)
+
+    def settled(self, sequence: Sequence, pool: ModelPool) -> None:
+        """A worker has let go of a sequence: if it was preempted it may be admitted elsewhere now."""
+        if sequence.status is Status.RELEASING:
+            self.requeue(sequence, pool)
+
+    def unstart(self, sequence: Sequence) -> None:
+        """A worker did not take a sequence after all: its wait goes on as if nothing had been planned."""
+        request = sequence.request
+        if sequence.num_output_tokens == 0 and sequence.preemptions == 0 and sequence.recoveries == 0:
+            sequence.started_at = None
+            if all(other.started_at is None for other in request.sequences):
+                request.started = False
+                self._arm(request)
+
+    def recover(
+        self, sequence: Sequence, pool: ModelPool, *, blame: bool, now: float, out: list[Effect]
+    ) -> None:
+        """The worker of a sequence is gone: it goes on elsewhere, unless it has killed too many."""
+        if blame:
+            sequence.deaths += 1
+            # Two steps may have been under way, so it must get past both.
+            sequence.proven_at_len = sequence.num_tokens + 2
+        if sequence.deaths >= self._config.max_worker_deaths:
+            error = CoreError(
+                Reason.POISON,
+                f"quarantined: {sequence.deaths} workers died while they computed it",
+                metadata={"deaths": str(sequence.deaths)},
+            )
+            self.end_choice(sequence, FinishReason.ERROR, now, out, error=error)
+            return
+        sequence.recoveries += 1
+        self.requeue(sequence, pool)
+
+    # Ending --------------------------------------------------------------------------------------
+
+    def end_choice(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now: float,
+        out: list[Effect],
+        *,
+        stop_token_id: int | None = None,
+        error: CoreError | None = None,
+    ) -> None:
+        """End one choice wherever it is, and tell the client."""
+        request = sequence.request
+        self._withdraw(sequence, out)
+        request.live -= 1
+        out.append(
+            FinishChoice(
+                request_id=request.request_id,
+                choice=sequence.choice,
+                reason=reason,
+                stop_token_id=stop_token_id,
+                cached_tokens=sequence.cached_tokens,
+                completion_tokens=sequence.num_output_tokens,
+                timings=_timings(sequence, now),
+                error=error,
+                last=request.live == 0,
+            )
+        )
+        if request.live == 0:
+            self._close(request, error.reason if error is not None else reason.name)
+        elif sequence.choice == 0:
+            self.release_siblings(request)
+
+    def end_request(
+        self,
+        request: Request,
+        reason: FinishReason,
+        error: CoreError | None,
+        now: float,
+        out: list[Effect],
+    ) -> None:
+        """End all of a request. One that has shown nothing yet is refused as a whole."""
+        untouched = not request.got_token and request.live == len(request.sequences)
+        if error is not None and untouched:
+            for sequence in request.sequences:
+                self._withdraw(sequence, out)
+            request.live = 0
+            out.append(Reject(request.request_id, error))
+            self._close(request, error.reason)
+            return
+        # Siblings that were held must not be let go by the end of their leader.
+        for sequence in reversed(request.sequences):
+            if sequence.status is not Status.FINISHED:
+                self.end_choice(sequence, reason, now, out, error=error)
+
+    def expire(self, request_id: str, now: float, out: list[Effect]) -> None:
+        """A timer of a request has fired: end it for the deadline that has passed."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        error = _missed_deadline(request, now)
+        if error is None:
+            self._arm(request)
+            return
+        out.append(
+            LogEvent(
+                "request_expired",
+                {"request_id": request_id, "reason": error.reason, "waited_s": now - request.arrival},
+            )
+        )
+        self.end_request(request, FinishReason.DEADLINE, error, now, out)
+
+    # Estimates -----------------------------------------------------------------------------------
+
+    def start_rate(self, pool: ModelPool, now: float) -> float | None:
+        """Return sequences started per second, lately."""
+        rate = self._starts.get(id(pool))
+        return rate.per_s(now) if rate is not None else None
+
+    def estimated_wait_s(self, pool: ModelPool, now: float) -> float | None:
+        """Return how long the last in the queue is likely to wait."""
+        rate = self.start_rate(pool, now)
+        return pool.queue.num_fresh / rate if rate else None
+
+    def retry_after_s(self, pool: ModelPool, now: float) -> float:
+        """Return when a refused client should come back: when half of the queue has drained."""
+        wait = self.estimated_wait_s(pool, now)
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, wait / 2)) if wait is not None else 1.0
+
+    # Inside --------------------------------------------------------------------------------------
+
+    def _withdraw(self, sequence: Sequence, out: list[Effect]) -> None:
+        """Take a sequence from wherever it is; a worker that knows it is told."""
+        pool = self._pools[sequence.request.spec.model]
+        worker = sequence.worker
+        was = sequence.status
+        sequence.transition(Status.FINISHED)
+        if was is Status.WAITING:
+            pool.queue.remove(sequence)
+        elif was is Status.RUNNING and worker is not None:
+            worker.stop(sequence)
+            out.append(SendCancel(worker.worker_id, (sequence.handle,)))
+        pool.charges.leave(sequence.request.tenant)
+
+    def _close(self, request: Request, outcome: str) -> None:
+        del self.requests[request.request_id]
+        self.deadlines.disarm(request.request_id)
+        self.outcomes[outcome] += 1
+
+    def _arm(self, request: Request) -> None:
+        """Set the one timer of a request to the next deadline that it can miss."""
+        spec = request.spec
+        at = spec.deadline if spec.deadline is not None else math.inf
+        if not request.got_token and spec.ttft_deadline is not None:
+            at = min(at, spec.ttft_deadline)
+        if not request.started and spec.queue_deadline is not None:
+            at = min(at, spec.queue_deadline)
+        if at < math.inf:
+            self.deadlines.arm(request.request_id, at)
+        else:
+            self.deadlines.disarm(request.request_id)
+
+
+def _missed_deadline(request: Request, now: float) -> CoreError | None:
+    """Return the error for the deadline that has passed, if any."""
+    spec = request.spec
+    phase = "decode" if request.got_token else "prefill" if request.started else "queued"
+    waited = f"after {now - request.arrival:.3f} s"
+    if spec.deadline is not None and now >= spec.deadline:
+        reason = Reason.DEADLINE_RUNNING if request.started else Reason.DEADLINE_QUEUED
+        return CoreError(reason, f"the deadline passed {waited} ({phase})", metadata={"phase": phase})
+    if not request.got_token and spec.ttft_deadline is not None and now >= spec.ttft_deadline:
+        message = f"no first token before its deadline, {waited} ({phase})"
+        return CoreError(Reason.TTFT_DEADLINE, message, metadata={"phase": phase})
+    if not request.started and spec.queue_deadline is not None and now >= spec.queue_deadline:
+        return CoreError(Reason.QUEUE_TIMEOUT, f"still queued {waited}", metadata={"phase": phase})
+    return None
+
+
+def _timings(sequence: Sequence, now: float) -> ChoiceTimings:
+    arrival = sequence.request.arrival
+    first = sequence.first_token_at
+    tokens = sequence.num_output_tokens - len(sequence.request.spec.resumed.get(sequence.choice, ()))
+    return ChoiceTimings(
+        queue_s=(sequence.started_at if sequence.started_at is not None else now) - arrival,
+        ttft_s=first - arrival if first is not None else None,
+        tpot_s=(now - first) / (tokens - 1) if first is not None and tokens > 1 else 0.0,
+        total_s=now - arrival,
+        preemptions=sequence.preemptions,
+        recoveries=sequence.recoveries,
+    )

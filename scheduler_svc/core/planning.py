@@ -1,0 +1,311 @@
+"""Continuous batching: the plan of one worker's next step.
+
+Decodes first, then running prefills in chunks, then admissions, under the token budget, the places
+and the blocks that no plan in flight may take. Cost grows with what changes, not with what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from octavo.protocol.steps import Admit, Plan
+
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.effects import Effect, LogEvent
+from scheduler_svc.core.fleet import ModelPool
+from scheduler_svc.core.request import Sequence, Status
+from scheduler_svc.core.worker import InFlight, WorkerState
+
+Explain = Callable[[Sequence, WorkerState, str, dict[str, object]], None]
+"""Called for each waiting sequence that a plan passes over, with the reason and its figures."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan in the making."""
+
+    worker: WorkerState
+    step: int
+    budget: int
+    """Tokens that may still be computed in this step."""
+    available: int
+    """Blocks that may still be taken in this step."""
+    admit: list[Admit] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    prefill: list[tuple[int, int]] = field(default_factory=list)
+    skip: list[int] = field(default_factory=list)
+    released: list[Sequence] = field(default_factory=list)
+    blocks: int = 0
+    decodes: int = 0
+    prefill_tokens: int = 0
+    nudge: list[WorkerState] = field(default_factory=list)
+    """Workers for which a sequence was left."""
+
+    def take_blocks(self, blocks: int) -> None:
+        """Reserve blocks for this step."""
+        self.blocks += blocks
+        self.available -= blocks
+
+    def compute(self, sequence: Sequence, tokens: int) -> None:
+        """Add prefill tokens of an admitted sequence."""
+        self.prefill.append((sequence.handle, tokens))
+        sequence.num_planned_tokens += tokens
+        self.prefill_tokens += tokens
+        self.budget -= tokens
+
+    def finish(self, now: float, resume_after: int | None = None) -> InFlight:
+        """Return the plan, entered into the worker's books."""
+        worker = self.worker
+        plan = Plan(
+            step=self.step,
+            admit=tuple(self.admit),
+            prefill=tuple(self.prefill),
+            skip=tuple(self.skip),
+            seal=tuple(worker.pending_seals),
+            release=tuple(sequence.handle for sequence in self.released),
+            resume_after=resume_after,
+        )
+        worker.pending_seals.clear()
+        flight = InFlight(
+            plan=plan,
+            sent_at=now,
+            blocks=self.blocks,
+            blocks_coming=sum(worker.blocks_for(sequence.num_tokens) for sequence in self.released),
+            decodes=self.decodes,
+            prefill_tokens=self.prefill_tokens,
+            admitted=self.admitted,
+            released=self.released,
+        )
+        worker.blocks_coming += flight.blocks_coming
+        worker.in_flight.append(flight)
+        worker.next_step = self.step + 1
+        return flight
+
+
+class ContinuousPlanner:
+    """Plans the steps of the workers of one model."""
+
+    def __init__(self, config: CoreConfig, pool: ModelPool, explain: Explain | None = None) -> None:
+        self._config = config
+        self._pool = pool
+        self._explain = explain
+
+    def plan(self, worker: WorkerState, now: float, out: list[Effect]) -> Draft | None:
+        """Return a draft for the worker's next step, or None when there is nothing to do."""
+        draft = Draft(worker, worker.next_step, worker.token_budget, worker.available_blocks())
+        self._release(draft)
+        self._decode(draft, out)
+        self._prefill(draft)
+        if not worker.draining and len(self._pool.queue):
+            self._admit_waiting(draft, now, out)
+        idle = not (worker.decoding or worker.prefilling or draft.released or worker.pending_seals)
+        return None if idle else draft
+
+    def wake_at(self, worker: WorkerState, now: float) -> float | None:
+        """Return None: nothing here waits for time to pass."""
+        return None
+
+    def _release(self, draft: Draft) -> None:
+        worker = draft.worker
+        draft.released.extend(worker.pending_release)
+        worker.pending_release.clear()
+        for sequence in draft.released:
+            draft.available += worker.blocks_for(sequence.num_tokens)
+
+    def _decode(self, draft: Draft, out: list[Effect]) -> None:
+        """All decodes run; blocks for their growth come from preemption when there are none left."""
+        worker = draft.worker
+        growth = worker.growth[draft.step % worker.block_size]
+        while growth > draft.available + worker.blocks_coming:
+            victim = self._victim(worker)
+            if victim is None:
+                break
+            self._preempt(draft, victim, out)
+            growth = worker.growth[draft.step % worker.block_size]
+        draft.take_blocks(growth)
+        completing = sum(1 for sequence in worker.prefilling.values() if sequence.left_to_plan <= 0)
+        draft.decodes = len(worker.decoding) + completing
+        draft.budget -= draft.decodes
+
+    def _prefill(self, draft: Draft) -> None:
+        """Go on with the prefills that run, in the order of their admission."""
+        draft.budget = min(draft.budget, self._prefill_cap(draft))
+        for sequence in draft.worker.prefilling.values():
+            left = sequence.left_to_plan
+            if left > 0 and (draft.budget > 0 or not self._config.chunked_prefill):
+                draft.compute(sequence, min(left, draft.budget) if self._config.chunked_prefill else left)
+
+    def _prefill_cap(self, draft: Draft) -> int:
+        """Latency-critical mode: prefill tokens that keep the step near its target time.
+
+        At least one block's worth, or prompts would never get done.
+        """
+        target = self._config.target_itl_s
+        worker = draft.worker
+        if target is None or not draft.decodes:
+            return draft.budget
+        seconds = target * worker.prefill_cap_factor
+        within = worker.step_times.prefill_tokens_within(seconds, draft.decodes, worker.context_tokens)
+        return max(worker.block_size, within)
+
+    def _admit_waiting(self, draft: Draft, now: float, out: list[Effect]) -> None:
+        """Admit in queue order; past what does not fit, look a bounded number further."""
+        misses = 0
+        for sequence in self._in_reach(now, draft):
+            verdict = self._try_admit(draft, sequence, now)
+            if verdict is None:
+                continue
+            reason, figures = verdict
+            if self._explain is not None:
+                self._explain(sequence, draft.worker, reason, figures)
+            if reason in {"blocks", "max_num_seqs"} and misses == 0:
+                self._make_room(draft, sequence, out)
+            if reason in {"max_num_seqs", "token_budget"}:
+                return
+            if reason == "blocks":
+                if sequence.blocked_since is None:
+                    sequence.blocked_since = now
+                if now - sequence.blocked_since >= self._config.lookahead_age_s:
+                    return
+            misses += 1
+            if misses > self._config.lookahead:
+                return
+
+    def _in_reach(self, now: float, draft: Draft) -> list[Sequence]:
+        """Return the waiting that this plan may consider."""
+        places = max(1, draft.worker.max_num_seqs - draft.worker.num_seqs)
+        reach = places + self._config.lookahead + 1
+        found = []
+        for sequence in self._pool.queue.order(now):
+            found.append(sequence)
+            if len(found) == reach:
+                break
+        return found
+
+    def _try_admit(
+        self, draft: Draft, sequence: Sequence, now: float
+    ) -> tuple[str, dict[str, object]] | None:
+        """Admit a sequence, or return why not. The reasons are those of `octavo replay --explain`."""
+        worker = draft.worker
+        if worker.num_seqs >= worker.max_num_seqs:
+            return "max_num_seqs", {"running": worker.num_seqs, "max_num_seqs": worker.max_num_seqs}
+        if draft.budget <= 0:
+            return "token_budget", {"left": draft.budget, "token_budget": worker.token_budget}
+        if not self._pool.can_hold(worker, sequence):
+            return "too_big_for_worker", {"max_model_len": worker.info.max_model_len}
+        if sequence.suspect and any(other.suspect for other in worker.sequences.values()):
+            return "isolated", {"deaths": sequence.deaths}
+        other = self._pool.better_elsewhere(worker, sequence, now)
+        if other is not None:
+            sequence.deferrals += 1
+            draft.nudge.append(other)
+            return "better_worker", {"worker": other.worker_id}
+        cached = self._pool.cached_tokens(worker, sequence)
+        todo = sequence.num_tokens - cached
+        tokens = self._first_chunk(draft, todo)
+        if tokens == 0:
+            return "max_partial_prefills" if self._config.chunked_prefill else "token_budget", {"todo": todo}
+        blocks = worker.blocks_for(sequence.num_tokens + 1)
+        if cached and sequence.trust_hits:
+            blocks -= min(worker.active_hits(sequence.keys), cached // worker.block_size)
+        spare = int(self._config.watermark * worker.info.geometry.num_blocks) if worker.busy else 0
+        if blocks + spare > draft.available:
+            return "blocks", {"needed": blocks, "watermark": spare, "available": draft.available}
+        self._admit(draft, sequence, tokens, blocks, now)
+        return None
+
+    def _first_chunk(self, draft: Draft, todo: int) -> int:
+        """Return how many tokens of a new prefill this step may compute; 0: it has to wait."""
+        if self._config.chunked_prefill:
+            partial = sum(1 for s in draft.worker.prefilling.values() if s.left_to_plan > 0)
+            if todo > draft.budget and partial >= self._config.max_partial_prefills:
+                return 0
+            return min(todo, draft.budget)
+        if todo <= draft.budget:
+            return todo
+        if todo <= draft.worker.token_budget or draft.prefill:
+            return 0
+        # Longer than any budget: it gets the step for itself.
+        for sequence in draft.worker.decoding.values():
+            draft.skip.append(sequence.handle)
+            draft.worker.delay_growth(sequence)
+        draft.decodes = 0
+        return todo
+
+    def _admit(self, draft: Draft, sequence: Sequence, tokens: int, blocks: int, now: float) -> None:
+        self._pool.queue.start(sequence)
+        sequence.transition(Status.RUNNING)
+        draft.worker.admit(sequence, draft.step)
+        if sequence.started_at is None:
+            sequence.started_at = now
+        sequence.request.started = True
+        spec = sequence.request.spec
+        draft.admit.append(
+            Admit(
+                handle=sequence.handle,
+                token_ids=tuple(sequence.token_ids),
+                prompt_len=sequence.prompt_len,
+                sampling=spec.sampling,
+                choice=sequence.choice,
+                keys=tuple(sequence.keys),
+                priority=spec.priority,
+                adapter=spec.adapter,
+            )
+        )
+        draft.admitted.append(sequence)
+        draft.take_blocks(blocks)
+        draft.compute(sequence, tokens)
+
+    def _victim(self, worker: WorkerState, below: int | None = None) -> Sequence | None:
+        """Return whom to preempt: lowest class, then admitted last, then with the least work lost.
+
+        Never the one that would be the last victim: somebody always gets done. With `below`, only
+        from lower classes than that, and nobody who is protected.
+        """
+        running = [*worker.decoding.values(), *worker.prefilling.values()]
+        if len(running) < 2 and below is None:
+            return None
+        ranked = sorted(running, key=_victim_rank)
+        candidates = ranked[1:] if below is None else [s for s in ranked if s.request.priority > below]
+        open_to_it = [s for s in candidates if s.preemptions < self._config.max_preemptions]
+        if open_to_it:
+            return open_to_it[-1]
+        return candidates[-1] if candidates and below is None else None
+
+    def _preempt(self, draft: Draft, victim: Sequence, out: list[Effect]) -> None:
+        worker = draft.worker
+        blocks = worker.blocks_for(victim.num_tokens)
+        victim.preemptions += 1
+        worker.stop(victim)
+        victim.transition(Status.RELEASING)
+        draft.released.append(victim)
+        draft.available += blocks
+        out.append(
+            LogEvent(
+                "sequence_preempted",
+                {
+                    "request_id": victim.request.request_id,
+                    "choice": victim.choice,
+                    "worker_id": worker.worker_id,
+                    "step": draft.step,
+                    "blocks": blocks,
+                    "tokens_to_recompute": victim.num_tokens,
+                    "preemptions": victim.preemptions,
+                },
+            )
+        )
+
+    def _make_room(self, draft: Draft, head: Sequence, out: list[Effect]) -> None:
+        """Preempt one of a lower class for the first in the queue, unless room is on its way already."""
+        worker = draft.worker
+        if draft.released or any(flight.released for flight in worker.in_flight):
+            return
+        victim = self._victim(worker, below=head.request.priority)
+        if victim is not None:
+            self._preempt(draft, victim, out)
+
+
+def _victim_rank(sequence: Sequence) -> tuple[int, int, int]:
+    """Order of preemption; the last is the victim."""
+    return (sequence.request.priority, sequence.admitted_step, -sequence.num_tokens)

@@ -1,0 +1,299 @@
+"""Reads a worker's report into the books."""
+
+from __future__ import annotations
+
+from octavo.protocol.steps import (
+    DIGEST_MASK,
+    FinishReason,
+    RefuseReason,
+    Report,
+    StepStatus,
+)
+
+from scheduler_svc.core import bisection
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.effects import Effect, EmitTokens, LogEvent, SendCancel, TokenDelta
+from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
+from scheduler_svc.core.fleet import ModelPool
+from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.request import Sequence, Status
+from scheduler_svc.core.worker import InFlight, WorkerState
+
+_SLOW_DOWN = 0.95
+_SPEED_UP = 1.01
+
+
+class ReportReader:
+    """Applies reports. What a worker says of handles that are gone is normal and changes nothing."""
+
+    def __init__(self, config: CoreConfig, lifecycle: Lifecycle) -> None:
+        self._config = config
+        self._lifecycle = lifecycle
+        self._charging = config.policy == "fair"
+        self._holds_finished = config.static is not None and config.static.hold_finished
+
+    def read(
+        self, worker: WorkerState, pool: ModelPool, report: Report, now: float, out: list[Effect]
+    ) -> None:
+        """Apply a report.
+
+        Raises:
+            ProtocolViolationError: it is not the one that is due, or the books differ.
+        """
+        flight = worker.settle(report.step)
+        if report.status is not StepStatus.OK:
+            self._undo(worker, pool, flight, report.status)
+        self._admitted(worker, pool, flight, report, now, out)
+        self._refused(worker, pool, report, now, out)
+        self._tokens(worker, pool, report, now, out)
+        self._finished(worker, report, now, out)
+        self._released(worker, pool, flight, report)
+        for handle, _ in report.stalled:
+            sequence = worker.decoding.get(handle)
+            if sequence is not None:
+                worker.delay_growth(sequence)
+        self._outcome(worker, flight, report, now, out)
+        self._keys(worker, pool, report)
+        worker.pool = report.pool
+        worker.last_report_at = now
+        worker.num_steps += 1
+        self._audit(worker, report)
+
+    def _admitted(
+        self,
+        worker: WorkerState,
+        pool: ModelPool,
+        flight: InFlight,
+        report: Report,
+        now: float,
+        out: list[Effect],
+    ) -> None:
+        for entry in report.admitted:
+            sequence = worker.sequences.get(entry.handle)
+            if sequence is None:
+                continue
+            worker.count_admitted(entry.handle, sequence.num_tokens)
+            cached = entry.cached_tokens + entry.host_cached_tokens
+            sequence.num_computed_tokens = cached
+            worker.hold_hits(sequence, entry.cached_tokens // worker.block_size)
+            if sequence.status is Status.FINISHED:
+                # The cancel may have come before the plan that admitted it.
+                out.append(SendCancel(worker.worker_id, (entry.handle,)))
+                continue
+            if sequence.first_token_at is None:
+                sequence.cached_tokens = min(cached, sequence.prompt_len)
+            self._lifecycle.started(pool, sequence, now)
+        for handle, tokens in report.prefilled:
+            sequence = worker.sequences.get(handle)
+            if sequence is not None:
+                sequence.num_computed_tokens += tokens
+                if self._charging:
+                    pool.charges.charge(sequence.request.tenant, tokens)
+
+    def _refused(
+        self, worker: WorkerState, pool: ModelPool, report: Report, now: float, out: list[Effect]
+    ) -> None:
+        """What was refused goes back to where it stood; what a runner cannot do at all has failed."""
+        for entry in reversed(report.refused):
+            sequence = worker.sequences.get(entry.handle)
+            if sequence is None:
+                continue
+            worker.forget(sequence)
+            if entry.reason is RefuseReason.DRAINING:
+                worker.draining = True
+            if sequence.status is not Status.RUNNING:
+                self._lifecycle.settled(sequence, pool)
+            elif entry.reason is RefuseReason.UNSUPPORTED:
+                error = CoreError(Reason.UNSUPPORTED, entry.detail or "not supported by the model runner")
+                self._lifecycle.end_choice(sequence, FinishReason.ERROR, now, out, error=error)
+            else:
+                sequence.trust_hits = False
+                self._lifecycle.unstart(sequence)
+                self._lifecycle.requeue(sequence, pool)
+
+    def _tokens(
+        self, worker: WorkerState, pool: ModelPool, report: Report, now: float, out: list[Effect]
+    ) -> None:
+        """Take new tokens in. This loop is the scheduler's hottest: one turn per sequence and step."""
+        if not report.token_handles:
+            return
+        deltas: list[TokenDelta] = []
+        sequences, size, logprobs = worker.sequences, worker.block_size, report.logprobs
+        finished = Status.FINISHED
+        decoded = 0
+        position_of_id = 0
+        counts = report.token_counts or (1,) * len(report.token_handles)
+        for handle, first, count in zip(report.token_handles, report.first_positions, counts, strict=True):
+            ids = report.token_ids[position_of_id : position_of_id + count]
+            position_of_id += count
+            sequence = sequences.get(handle)
+            if sequence is None:
+                continue
+            tokens = sequence.token_ids
+            if first != len(tokens):
+                raise ProtocolViolationError(f"handle {handle}: token at {first}, known are {len(tokens)}")
+            tokens.extend(ids)
+            worker.digest += handle * count
+            if sequence.growth_bucket is not None:
+                decoded += count
+            else:
+                self._first_token(worker, sequence, report.step, now)
+            if len(tokens) % size < count:
+                self._fill_block(worker, sequence)
+            if sequence.status is not finished:
+                deltas.append(
+                    TokenDelta(
+                        sequence.request.spec.request_id,
+                        sequence.choice,
+                        tuple(ids),
+                        logprobs.get(handle) if logprobs else None,
+                    )
+                )
+                if self._charging:
+                    pool.charges.charge(sequence.request.tenant, count)
+        worker.digest &= DIGEST_MASK
+        worker.context_tokens += decoded
+        if deltas:
+            out.append(EmitTokens(deltas))
+
+    def _first_token(self, worker: WorkerState, sequence: Sequence, step: int, now: float) -> None:
+        if sequence.status is Status.RUNNING:
+            worker.start_decoding(sequence, step)
+        if sequence.status is not Status.FINISHED:
+            self._lifecycle.first_token(sequence, now)
+
+    def _fill_block(self, worker: WorkerState, sequence: Sequence) -> None:
+        """A block is full: give it its key, and have it published."""
+        if not self._config.prefix_caching or not sequence.request.spec.root_key:
+            return
+        known = len(sequence.keys)
+        sequence.extend_keys(worker.block_size)
+        if sequence.status is Status.RUNNING:
+            for index in range(known, len(sequence.keys)):
+                worker.pending_seals.append((sequence.handle, index, sequence.keys[index]))
+
+    def _finished(self, worker: WorkerState, report: Report, now: float, out: list[Effect]) -> None:
+        messages = {handle: error for error in report.errors for handle in error.handles}
+        for entry in report.finished:
+            sequence = worker.sequences.get(entry.handle)
+            if sequence is None:
+                continue
+            if self._holds_finished:
+                # The row is computed until its batch is done; the client has its end now.
+                worker.stop(sequence)
+                sequence.worker = None
+            else:
+                worker.count_gone(entry.handle, sequence.num_tokens)
+                worker.forget(sequence)
+            if sequence.status is Status.FINISHED:
+                continue
+            error = None
+            if entry.reason is FinishReason.ERROR:
+                cause = messages.get(entry.handle)
+                detail = f"{cause.kind}: {cause.message}" if cause is not None else "the step failed"
+                error = CoreError(Reason.STEP_FAILED, detail)
+            self._lifecycle.end_choice(
+                sequence, entry.reason, now, out, stop_token_id=entry.stop_token_id, error=error
+            )
+
+    def _released(self, worker: WorkerState, pool: ModelPool, flight: InFlight, report: Report) -> None:
+        for handle in report.released:
+            sequence = worker.sequences.get(handle)
+            if sequence is None:
+                continue
+            worker.count_gone(handle, sequence.num_tokens)
+            worker.forget(sequence)
+            if sequence.status is Status.RUNNING:
+                raise ProtocolViolationError(f"handle {handle} was released without being asked")
+            self._lifecycle.settled(sequence, pool)
+        for sequence in flight.released:
+            if sequence.status is Status.RELEASING and sequence.worker is worker:
+                raise ProtocolViolationError(f"handle {sequence.handle} was not released as asked")
+
+    def _undo(self, worker: WorkerState, pool: ModelPool, flight: InFlight, status: StepStatus) -> None:
+        """A step that failed or was skipped has decoded nothing; a skipped one has admitted nothing."""
+        skipped = set(flight.plan.skip)
+        for handle, sequence in worker.decoding.items():
+            if handle not in skipped:
+                worker.delay_growth(sequence)
+        if status is StepStatus.SKIPPED:
+            worker.pending_seals.extend(flight.plan.seal)
+            for sequence in reversed(flight.admitted):
+                if worker.sequences.get(sequence.handle) is not sequence:
+                    continue
+                worker.forget(sequence)
+                if sequence.status is Status.RUNNING:
+                    self._lifecycle.unstart(sequence)
+                    self._lifecycle.requeue(sequence, pool)
+                else:
+                    self._lifecycle.settled(sequence, pool)
+
+    def _outcome(
+        self, worker: WorkerState, flight: InFlight, report: Report, now: float, out: list[Effect]
+    ) -> None:
+        """Learn from the step, or search for what made it fail."""
+        timing = report.timing
+        if report.status is StepStatus.OK:
+            bisection.step_passed(worker)
+            if report.errors:
+                out.append(_step_error(worker, report))
+            if timing.num_decodes or timing.num_prefill_tokens:
+                seconds = (timing.execute_us + timing.overhead_us + timing.copy_us) * 1e-6
+                worker.step_times.observe(
+                    timing.num_decodes, timing.num_prefill_tokens, timing.context_tokens, seconds
+                )
+                worker.adapt_lead(timing.bubble_us)
+                worker.last_step_s = seconds
+                self._adapt_prefill_cap(worker, seconds, timing.num_prefill_tokens)
+        elif report.status is StepStatus.FAILED:
+            out.append(_step_error(worker, report))
+            culprit = bisection.step_failed(worker, flight)
+            if culprit is not None:
+                detail = "; ".join(f"{error.kind}: {error.message}" for error in report.errors)
+                error = CoreError(Reason.STEP_FAILED, f"its step fails: {detail}")
+                self._lifecycle.end_choice(culprit, FinishReason.ERROR, now, out, error=error)
+
+    def _adapt_prefill_cap(self, worker: WorkerState, seconds: float, prefill_tokens: int) -> None:
+        """Latency-critical mode: feedback on the prefill cap from steps that had prefill in them."""
+        target = self._config.target_itl_s
+        if target is None or not prefill_tokens:
+            return
+        factor = _SLOW_DOWN if seconds > target else _SPEED_UP
+        worker.prefill_cap_factor = min(1.0, max(0.1, worker.prefill_cap_factor * factor))
+
+    def _keys(self, worker: WorkerState, pool: ModelPool, report: Report) -> None:
+        events = report.key_events
+        index, worker_id = pool.prefixes, worker.worker_id
+        if events.demoted:
+            index.discard(worker_id, events.demoted)
+        if events.evicted:
+            index.discard(worker_id, events.evicted)
+        if events.promoted:
+            index.add(worker_id, events.promoted)
+        if events.stored:
+            index.add(worker_id, events.stored)
+
+    def _audit(self, worker: WorkerState, report: Report) -> None:
+        """Compare the books."""
+        pool, total = report.pool, worker.info.geometry.num_blocks
+        if pool.free + pool.evictable + pool.active != total:
+            raise ProtocolViolationError(
+                f"blocks: free {pool.free} + evictable {pool.evictable} + active {pool.active} != {total}"
+            )
+        if (worker.live_count, worker.digest) != (report.live_count, report.digest):
+            raise ProtocolViolationError(
+                f"books differ after step {report.step}: worker has {report.live_count} sequences, digest "
+                f"{report.digest}; scheduler {worker.live_count}, digest {worker.digest}"
+            )
+
+
+def _step_error(worker: WorkerState, report: Report) -> LogEvent:
+    return LogEvent(
+        "step_error",
+        {
+            "worker_id": worker.worker_id,
+            "step": report.step,
+            "status": report.status.name,
+            "errors": [f"{error.kind}: {error.message}" for error in report.errors],
+        },
+    )

@@ -1,0 +1,184 @@
+"""Requests, their sequences, and the lifecycle of a sequence."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from octavo.protocol.keys import next_key
+from octavo.protocol.steps import Priority
+
+from scheduler_svc.core.errors import IllegalTransitionError
+from scheduler_svc.core.events import NewRequest
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.worker import WorkerState
+
+
+class Status(enum.Enum):
+    """Where a sequence is in its life."""
+
+    HELD = "held"
+    """A sibling that waits for its leader's prompt blocks."""
+    WAITING = "waiting"
+    RUNNING = "running"
+    """Bound to a worker: a plan that admits it has been sent."""
+    RELEASING = "releasing"
+    """Taken off its worker, which may still report tokens of it."""
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.HELD: frozenset({Status.WAITING, Status.FINISHED}),
+    Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.RELEASING, Status.WAITING, Status.FINISHED}),
+    Status.RELEASING: frozenset({Status.WAITING, Status.FINISHED}),
+    Status.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request.
+
+    `token_ids` is prompt and output. While it runs, `num_computed_tokens` counts what the worker
+    has confirmed (cached or computed) and `num_planned_tokens` what plans in flight will add.
+    """
+
+    request: Request
+    choice: int
+    token_ids: list[int]
+    keys: list[bytes]
+    """Content keys of the full blocks of `token_ids`."""
+    status: Status = Status.WAITING
+    worker: WorkerState | None = None
+    handle: int = 0
+    admitted_step: int = 0
+    num_admitted_tokens: int = 0
+    """Length when it was admitted: what its prefill has to cover."""
+    num_computed_tokens: int = 0
+    num_planned_tokens: int = 0
+    num_hit_blocks: int = 0
+    """Cached blocks that it was admitted onto."""
+    growth_bucket: int | None = None
+    """Steps congruent to this (modulo the block size) take a block; None while it prefills."""
+    cached_tokens: int = 0
+    """Prompt tokens found in a cache when it was first admitted."""
+    started_at: float | None = None
+    first_token_at: float | None = None
+    blocked_since: float | None = None
+    """When it first stood at the head and did not fit."""
+    deferrals: int = 0
+    """Times it was left for a better worker since it began to wait."""
+    trust_hits: bool = True
+    """False after a refusal: its cached blocks no longer count as room."""
+    preemptions: int = 0
+    recoveries: int = 0
+    deaths: int = 0
+    proven_at_len: int = 0
+    """After a worker died under it: the length at which it is no longer a suspect."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known."""
+        return len(self.token_ids)
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return self.request.prompt_len
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens known, resumed ones included."""
+        return len(self.token_ids) - self.request.prompt_len
+
+    @property
+    def left_to_plan(self) -> int:
+        """Prefill tokens that no plan covers yet."""
+        return self.num_admitted_tokens - self.num_computed_tokens - self.num_planned_tokens
+
+    @property
+    def suspect(self) -> bool:
+        """A worker died under it, and it has not passed that point since."""
+        return self.deaths > 0 and len(self.token_ids) < self.proven_at_len
+
+    def extend_keys(self, block_size: int) -> None:
+        """Add the keys of blocks that tokens have filled since."""
+        for index in range(len(self.keys), len(self.token_ids) // block_size):
+            parent = self.keys[-1] if self.keys else self.request.spec.root_key
+            start = index * block_size
+            self.keys.append(next_key(parent, self.token_ids[start : start + block_size]))
+
+    def transition(self, to: Status) -> None:
+        """Move to another status.
+
+        Raises:
+            IllegalTransitionError: the table has no such step; nothing is changed.
+        """
+        if to not in TRANSITIONS[self.status]:
+            raise IllegalTransitionError(
+                f"{self.request.request_id}/{self.choice}: {self.status.value} -> {to.value}"
+            )
+        self.status = to
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What a client asked, and what is left of it."""
+
+    spec: NewRequest
+    arrival: float
+    sequences: list[Sequence] = field(default_factory=list)
+    live: int = 0
+    """Choices that have not ended."""
+    started: bool = False
+    """Some choice has been scheduled: the queue timeout is over."""
+    got_token: bool = False
+    """Some choice has produced a token: the TTFT deadline is over."""
+
+    @property
+    def request_id(self) -> str:
+        """The client's name for it."""
+        return self.spec.request_id
+
+    @property
+    def priority(self) -> Priority:
+        """Class of service."""
+        return self.spec.priority
+
+    @property
+    def tenant(self) -> str:
+        """Who pays for it."""
+        return self.spec.tenant
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.spec.prompt_token_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens that a choice can reach at most."""
+        limit = self.spec.sampling.max_tokens
+        return self.prompt_len + (limit if limit is not None else 0)
+
+    @classmethod
+    def from_spec(cls, spec: NewRequest, now: float, block_size: int | None) -> Request:
+        """Make the request and its sequences; siblings that can share the prompt's blocks are held.
+
+        Without a block size nothing has a key.
+        """
+        request = cls(spec, now)
+        choices = spec.sampling.n or 1
+        for choice in range(choices):
+            tokens = [*spec.prompt_token_ids, *spec.resumed.get(choice, ())]
+            sequence = Sequence(request, choice, tokens, list(spec.prompt_keys) if block_size else [])
+            if block_size is not None:
+                sequence.extend_keys(block_size)
+            if choice > 0 and sequence.keys:
+                sequence.status = Status.HELD
+            request.sequences.append(sequence)
+        request.live = choices
+        return request

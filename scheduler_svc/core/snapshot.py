@@ -1,0 +1,79 @@
+"""The figures of the moment, for status and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.protocol.steps import PoolReport, Priority
+
+from scheduler_svc.core.fleet import ModelPool
+from scheduler_svc.core.lifecycle import Lifecycle
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSnapshot:
+    """The waiting of one class of one model."""
+
+    model: str
+    priority: Priority
+    waiting: int
+    waiting_tokens: int
+    oldest_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """One attached worker."""
+
+    worker_id: str
+    model: str
+    draining: bool
+    running: int
+    pool: PoolReport
+    num_blocks: int
+    block_size: int
+    step_s: float
+    steps: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSnapshot:
+    """Queues, workers, and accounts that close: arrivals == sum(outcomes) + live requests."""
+
+    queues: tuple[QueueSnapshot, ...]
+    workers: tuple[WorkerSnapshot, ...]
+    arrivals: int
+    live_requests: int
+    outcomes: dict[str, int]
+
+
+def take_snapshot(lifecycle: Lifecycle, pools: dict[str, ModelPool], now: float) -> CoreSnapshot:
+    """Collect the figures of the moment."""
+    queues = []
+    workers = []
+    for model, pool in pools.items():
+        for priority, lane in pool.queue.lanes.items():
+            oldest = lane.oldest_arrival()
+            waited = now - oldest if oldest is not None else 0.0
+            queues.append(QueueSnapshot(model, priority, len(lane), lane.num_tokens, waited))
+        for worker in pool.workers.values():
+            workers.append(
+                WorkerSnapshot(
+                    worker_id=worker.worker_id,
+                    model=model,
+                    draining=worker.draining,
+                    running=worker.num_seqs,
+                    pool=worker.pool,
+                    num_blocks=worker.info.geometry.num_blocks,
+                    block_size=worker.block_size,
+                    step_s=worker.last_step_s,
+                    steps=worker.num_steps,
+                    max_num_seqs=worker.max_num_seqs,
+                    max_num_batched_tokens=worker.token_budget,
+                )
+            )
+    return CoreSnapshot(
+        tuple(queues), tuple(workers), lifecycle.arrivals, len(lifecycle.requests), dict(lifecycle.outcomes)
+    )
