@@ -299,7 +299,7 @@ class ContinuousPlanner:
     def _make_room(self, draft: Draft, head: Sequence, out: list[Effect]) -> None:
         """Preempt one of a lower class for the first in the queue, unless room is on its way already."""
         worker = draft.worker
-        if draft.released or any(flight.released for flight in worker.in_flight):
+        if draft.admitted or draft.released or any(flight.released for flight in worker.in_flight):
             return
         victim = self._victim(worker, below=head.request.priority)
         if victim is not None:
