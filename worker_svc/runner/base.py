@@ -34,6 +34,7 @@ class ModelInfo:
     tokenizer_files: dict[str, bytes]
     kv_bytes_per_token: int
     adapters: tuple[str, ...] = ()
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
