@@ -1,0 +1,212 @@
+"""One request as the client knows it: what it asked, what has come, how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from octavo import _wire
+from octavo.errors import ErrorInfo, OctavoError, RequestCancelledError, error_of
+from octavo.protocol.steps import FinishReason, TokenLogprobs
+from octavo.types import Accepted, Choice, Delta, GenerateResult
+from octavo.v1 import generation_pb2 as pb
+
+GRACE_S: Final = 2.0
+"""Beyond its deadline a request gets this long for the service to say in which phase it passed."""
+
+
+class _Output:
+    """Output of one choice. Grows on the event loop; `take` may run on another thread."""
+
+    __slots__ = ("_arrived", "_taken", "finished", "logprobs", "text", "token_ids")
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finished: Choice | None = None
+        # Lengths of the three lists. One assignment publishes a delta as a whole.
+        self._arrived = self._taken = (0, 0, 0)
+
+    def add(self, delta: pb.Delta) -> None:
+        if delta.text:
+            self.text.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            self.logprobs.extend(_wire.logprobs(delta.logprobs))
+        self._arrived = (len(self.text), len(self.token_ids), len(self.logprobs))
+
+    def take(self, choice: int) -> Delta | None:
+        """Return what came since the last time, or None."""
+        arrived, taken = self._arrived, self._taken
+        if arrived == taken:
+            return None
+        self._taken = arrived
+        (text, token, logprob), (text_end, token_end, logprob_end) = taken, arrived
+        return Delta(
+            choice,
+            "".join(self.text[text:text_end]),
+            tuple(self.token_ids[token:token_end]),
+            tuple(self.logprobs[logprob:logprob_end]),
+        )
+
+    def choice(self, index: int) -> Choice:
+        """Return the choice as it ended, or as far as it got."""
+        if self.finished is not None:
+            return self.finished
+        return Choice(index, "".join(self.text), tuple(self.token_ids), None, logprobs=tuple(self.logprobs))
+
+
+class Call:
+    """A request on its way to exactly one end: a result or an error.
+
+    `on_change` runs on the event loop at the end and, with `live`, also when output has come.
+    """
+
+    __slots__ = (
+        "_accepted_by",
+        "_live",
+        "_on_change",
+        "_outputs",
+        "_request",
+        "accepted",
+        "deadline_at",
+        "done",
+        "error",
+        "request_id",
+        "timer",
+    )
+
+    def __init__(
+        self, request: pb.GenerateRequest, now: float, on_change: Callable[[], None], *, live: bool = False
+    ) -> None:
+        self.request_id = request.request_id
+        self.accepted: Accepted | None = None
+        self.done = False
+        self.error: OctavoError | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        terms = request.terms
+        self.deadline_at = now + terms.deadline_ms / 1000 if terms.HasField("deadline_ms") else None
+        self._request = request
+        self._outputs = [_Output() for _ in range(max(1, request.sampling.n))]
+        self._on_change = on_change
+        self._live = live
+        self._accepted_by: object = None
+
+    def accepted_by(self, stream: object) -> bool:
+        """Return whether the scheduler behind this stream took the request."""
+        return self._accepted_by is stream
+
+    def to_send(self, now: float) -> pb.GenerateRequest:
+        """Return the request, or what is left of it after the output so far and the time gone by."""
+        request = self._request
+        if self.accepted is None and self.deadline_at is None:
+            return request
+        rest = pb.GenerateRequest()
+        rest.CopyFrom(request)
+        if self.deadline_at is not None:
+            rest.terms.deadline_ms = max(1, round((self.deadline_at - now) * 1000))
+        if self.accepted is not None:
+            rest.sampling.seed = self.accepted.seed
+        for index, output in enumerate(self._outputs):
+            if output.token_ids:
+                rest.resume.add(
+                    choice=index,
+                    token_ids=output.token_ids,
+                    shown_bytes=len("".join(output.text).encode()),
+                )
+                rest.terms.ClearField("ttft_deadline_ms")
+        return rest
+
+    def apply(self, event: pb.RequestEvent, stream: object) -> None:
+        """Take in what happened on the server."""
+        match event.WhichOneof("event"):
+            case "delta":
+                delta = event.delta
+                output = self._outputs[delta.choice]
+                # A choice that had ended before the stream was lost is not told twice.
+                if output.finished is None:
+                    output.add(delta)
+                    if self._live:
+                        self._on_change()
+            case "finished":
+                self._finish_choice(event.finished)
+            case "accepted":
+                self._accepted_by = stream
+                if self.accepted is None:
+                    self.accepted = _wire.accepted(event.accepted)
+                if self._live:
+                    self._on_change()
+            case "error":
+                self.fail(error_of(_wire.error_info(event.error)))
+            case None:
+                pass  # Of a kind that this version does not know.
+
+    def _finish_choice(self, finished: pb.Finished) -> None:
+        output = self._outputs[finished.choice]
+        if output.finished is not None:
+            return
+        stopped_by = finished.WhichOneof("stopped_by")
+        output.finished = Choice(
+            finished.choice,
+            "".join(output.text),
+            tuple(output.token_ids),
+            FinishReason(finished.reason),
+            getattr(finished, stopped_by) if stopped_by else None,
+            tuple(output.logprobs),
+            _wire.usage(finished.usage),
+            _wire.timings(finished.timings),
+        )
+        if self.error is None:
+            self.error = _error_of(finished)
+        if all(output.finished for output in self._outputs):
+            self._end()
+
+    def fail(self, error: OctavoError) -> None:
+        """End without a result; nothing happens when it has ended already."""
+        if not self.done:
+            self.error = error
+            self._end()
+
+    def _end(self) -> None:
+        self.done = True
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.error is not None and (self.accepted is not None or any(o.token_ids for o in self._outputs)):
+            self.error.partial = self._result()
+        self._on_change()
+
+    def take(self) -> Delta | None:
+        """Return output that was not taken yet, or None."""
+        for index, output in enumerate(self._outputs):
+            delta = output.take(index)
+            if delta is not None:
+                return delta
+        return None
+
+    def result(self) -> GenerateResult:
+        """Return the outcome of a request that is done; raises the error it ended with."""
+        if self.error is not None:
+            raise self.error
+        return self._result()
+
+    def _result(self) -> GenerateResult:
+        return GenerateResult(
+            self.request_id,
+            tuple(output.choice(index) for index, output in enumerate(self._outputs)),
+            None if self.accepted is None else self.accepted.seed,
+        )
+
+
+def _error_of(finished: pb.Finished) -> OctavoError | None:
+    """Return the error with which a choice ended, if it did not end well."""
+    if finished.reason == FinishReason.CANCELLED:
+        return RequestCancelledError("the request was cancelled")
+    if finished.HasField("error"):
+        return error_of(_wire.error_info(finished.error))
+    if finished.reason == FinishReason.DEADLINE:
+        return error_of(ErrorInfo("DEADLINE_RUNNING", "the deadline passed while the request was running", 4))
+    if finished.reason == FinishReason.ERROR:
+        return error_of(ErrorInfo("INTERNAL", "the request failed", 13))
+    return None

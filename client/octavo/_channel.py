@@ -1,0 +1,205 @@
+"""Connections to schedulers: endpoints are tried in order, errors become Octavo's own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from octavo._rpc_status import STATUS_KEY, parse
+from octavo._wire import MAX_MESSAGE_BYTES
+from octavo.errors import ErrorInfo, InvalidRequestError, OctavoError, UnavailableError, error_of
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import generation_pb2_grpc as pb_grpc
+from octavo.v1 import operations_pb2_grpc as ops_grpc
+
+DEFAULT_ENDPOINT: Final = "127.0.0.1:50051"
+_SCHEMES: Final = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
+_LOOPBACK: Final = ("127.", "localhost", "[::1]", "unix")
+_OPTIONS: Final = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Find a half-open connection while requests run on it.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Each dial makes a connection of its own, and may try at once.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+_DIAL_TIMEOUT_S: Final = 5.0
+# Part of gRPC's account of a failed connection -> what a person wants to know.
+_PLAIN_WORDS: Final = {
+    "connection refused": "connection refused",
+    "network is unreachable": "network is unreachable",
+    "no route to host": "no route to host",
+    "dns resolution": "no such host",
+    "name resolution": "no such host",
+}
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """An open channel, and the endpoint that it leads to."""
+
+    endpoint: str
+    channel: grpc.aio.Channel
+
+    @property
+    def generation(self) -> pb_grpc.GenerationAsyncStub:
+        """The stub of `octavo.v1.Generation`."""
+        return cast("pb_grpc.GenerationAsyncStub", pb_grpc.GenerationStub(self.channel))
+
+    @property
+    def operations(self) -> ops_grpc.OperationsAsyncStub:
+        """The stub of `octavo.v1.Operations`."""
+        return cast("ops_grpc.OperationsAsyncStub", ops_grpc.OperationsStub(self.channel))
+
+    async def close(self) -> None:
+        """Close the channel and end what runs on it."""
+        await self.channel.close(None)
+
+
+def parse_endpoints(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the endpoints of a string (separated by commas), a list, or the environment.
+
+    Raises:
+        InvalidRequestError: one of them is not `host:port`.
+    """
+    if given is None:
+        given = os.environ.get("OCTAVO_ENDPOINT") or DEFAULT_ENDPOINT
+    parts = given.split(",") if isinstance(given, str) else list(given)
+    endpoints = tuple(_endpoint(part.strip()) for part in parts if part.strip())
+    if not endpoints:
+        raise InvalidRequestError.of_fields(("endpoint", "must name at least one host:port"))
+    return endpoints
+
+
+def _endpoint(text: str) -> str:
+    if text.startswith(_SCHEMES):
+        return text
+    host, colon, port = text.rpartition(":")
+    if not colon or (text.startswith("[") and text.endswith("]")):
+        host, port = text, DEFAULT_ENDPOINT.rpartition(":")[2]
+    if "://" in text or "/" in text or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InvalidRequestError.of_fields(("endpoint", f"must be host:port, got {text!r}"))
+    return f"{host}:{port}"
+
+
+class Endpoints:
+    """Schedulers in order of preference; one that failed goes to the end of the line."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self._order = list(endpoints)
+        self._unary: Connection | None = None
+
+    def demote(self, endpoint: str) -> None:
+        """Prefer the others from now on."""
+        self._order.remove(endpoint)
+        self._order.append(endpoint)
+
+    async def dial(self) -> Connection:
+        """Connect to the first endpoint that can be reached; each is tried once.
+
+        Raises:
+            UnavailableError: none can; says why for each.
+        """
+        failures = []
+        for endpoint in list(self._order):
+            try:
+                return await _dial(endpoint)
+            except UnavailableError as error:
+                failures.append(error.message)
+                self.demote(endpoint)
+        raise UnavailableError("; ".join(failures), ErrorInfo("UNREACHABLE", "", 14))
+
+    async def unary(self, call: Callable[[Connection], Awaitable[_T]], timeout_s: float) -> _T:
+        """Make a call that may safely be made again; moves on from endpoints that are gone.
+
+        Raises:
+            OctavoError: the call failed, or nothing was reached within `timeout_s`.
+        """
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + timeout_s
+        delay = 0.05
+        while True:
+            connection = self._unary
+            try:
+                if connection is None:
+                    connection = self._unary = await self.dial()
+                return await call(connection)
+            except grpc.aio.AioRpcError as rpc_error:
+                error = from_rpc(rpc_error)
+                if rpc_error.code() is not grpc.StatusCode.UNAVAILABLE or error.reason != "UNAVAILABLE":
+                    raise error from None
+            except UnavailableError as unreachable:
+                error = unreachable
+            if connection is not None and self._unary is connection:
+                self._unary = None
+                self.demote(connection.endpoint)
+                await connection.close()
+            if loop.time() + delay >= give_up_at:
+                raise error from None
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, 1.0)
+
+    async def close(self) -> None:
+        """Close the connection that `unary` keeps."""
+        if self._unary is not None:
+            connection, self._unary = self._unary, None
+            await connection.close()
+
+
+async def _dial(endpoint: str) -> Connection:
+    options = list(_OPTIONS)
+    if endpoint.removeprefix("dns:///").startswith(_LOOPBACK):
+        options.append(("grpc.enable_http_proxy", 0))
+    channel = grpc.aio.insecure_channel(endpoint, options=options)
+    connection = Connection(endpoint, channel)
+    ready = False
+    try:
+        async with asyncio.timeout(_DIAL_TIMEOUT_S):
+            state = channel.get_state(try_to_connect=True)
+            while state is not grpc.ChannelConnectivity.READY:
+                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                    raise UnavailableError(f"cannot reach {endpoint}: {await _why(connection)}")
+                await channel.wait_for_state_change(state)
+                state = channel.get_state(try_to_connect=True)
+        ready = True
+    except TimeoutError:
+        raise UnavailableError(f"cannot reach {endpoint}: no answer within {_DIAL_TIMEOUT_S:g} s") from None
+    finally:
+        if not ready:
+            await connection.close()
+    return connection
+
+
+async def _why(connection: Connection) -> str:
+    """Return why a channel in TRANSIENT_FAILURE failed: only a call on it can tell."""
+    try:
+        await connection.generation.ListModels(pb.ListModelsRequest(), timeout=1.0)
+    except grpc.aio.AioRpcError as error:
+        details = error.details() or "unknown"
+        for known, plain in _PLAIN_WORDS.items():
+            if known in details.lower():
+                return plain
+        return details
+    return "the connection was lost"
+
+
+def from_rpc(error: grpc.aio.AioRpcError) -> OctavoError:
+    """Return what a failed call says, in Octavo's terms."""
+    details = error.details() or ""
+    code: int = error.code().value[0]
+    fallback = ErrorInfo(error.code().name, details or error.code().name.lower().replace("_", " "), code)
+    for key, value in error.trailing_metadata() or ():
+        if key == STATUS_KEY and isinstance(value, bytes):
+            return error_of(parse(value, fallback))
+    return error_of(fallback)

@@ -1,0 +1,312 @@
+"""Many requests on one `Session` stream, which may break and be made again without anybody noticing.
+
+A `Call` holds all that is known of one request, so that it can be submitted again with what it has
+already generated. A `Stream` is one life of the connection. The `Transport` gives calls to the present
+stream and takes back those whose stream was lost. Everything runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+import grpc.aio
+
+from octavo import _wire
+from octavo._call import GRACE_S, Call
+from octavo._channel import Connection, Endpoints, from_rpc
+from octavo.errors import (
+    ClientClosedError,
+    DeadlineExceededError,
+    ErrorInfo,
+    InternalError,
+    OctavoError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from octavo.v1 import generation_pb2 as pb
+
+_FIRST_DELAY_S: Final = 0.05
+_MAX_DELAY_S: Final = 1.0
+# The loss of a stream older than this is a new trouble, not more of the last one.
+_SETTLED_S: Final = 5.0
+# A stream that ends with one of these may be made again.
+_RETRYABLE: Final = frozenset(
+    {
+        grpc.StatusCode.OK,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.ABORTED,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to try: until the first connection stands, and to get a lost one back. Seconds."""
+
+    connect_s: float
+    reconnect_s: float
+
+
+class Stream:
+    """One `Session` call. Reports to its transport what arrives, and its own end exactly once."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        on_message: Callable[[Stream, pb.SessionEvent], None],
+        on_lost: Callable[[Stream, grpc.StatusCode, OctavoError], None],
+    ) -> None:
+        self.connection = connection
+        self.calls: dict[str, Call] = {}
+        self.credits = 0
+        self.opened_at = asyncio.get_running_loop().time()
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._outbox: deque[pb.SessionRequest] = deque()
+        self._filled = asyncio.Event()
+        self._closing = False
+        self._rpc = connection.generation.Session()
+        self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._write()))
+
+    def post(self, message: pb.SessionRequest) -> None:
+        """Send when those before are sent."""
+        self._outbox.append(message)
+        self._filled.set()
+
+    def submit(self, call: Call, now: float) -> None:
+        """Send a request, or what is left of it to do."""
+        self.calls[call.request_id] = call
+        self.post(pb.SessionRequest(generate=call.to_send(now)))
+
+    async def close(self) -> None:
+        """End the call and its connection."""
+        self._closing = True
+        self._rpc.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.connection.close()
+
+    async def _read(self) -> None:
+        code = grpc.StatusCode.DATA_LOSS
+        error: OctavoError = InternalError("an event of the service could not be read")
+        try:
+            while isinstance(message := await self._rpc.read(), pb.SessionEvent):
+                self._on_message(self, message)
+            code, error = grpc.StatusCode.OK, UnavailableError("the scheduler ended the stream")
+        except grpc.aio.AioRpcError as rpc_error:
+            code, error = rpc_error.code(), from_rpc(rpc_error)
+        finally:
+            if not self._closing:
+                self._on_lost(self, code, error)
+
+    async def _write(self) -> None:
+        # A write on a stream that is gone raises; the reader tells how it ended.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._filled.wait()
+                self._filled.clear()
+                while self._outbox:
+                    await self._rpc.write(self._outbox.popleft())
+
+
+class Transport:
+    """All requests of one client in one class of pacing."""
+
+    def __init__(self, endpoints: Endpoints, patience: Patience, *, paced: bool = False) -> None:
+        self._endpoints = endpoints
+        self._patience = patience
+        self._paced = paced
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[str, Call] = {}
+        self._stream: Stream | None = None
+        self._retiring: set[Stream] = set()
+        self._connector: asyncio.Task[None] | None = None
+        self._closers: set[asyncio.Task[None]] = set()
+        self._connected_before = False
+        self._trouble_since: float | None = None
+        self._delay_s = _FIRST_DELAY_S
+        self._last_task: asyncio.Task[None] | None = None
+        self._closed = False
+        self._pid = os.getpid()
+
+    def now(self) -> float:
+        """Return the time that deadlines are measured in."""
+        return self._loop.time()
+
+    def submit(self, call: Call) -> None:
+        """Start a request. Its end comes to the call, whatever happens."""
+        if self._closed:
+            call.fail(ClientClosedError("the client is closed"))
+            return
+        if call.deadline_at is not None:
+            call.timer = self._loop.call_at(call.deadline_at + GRACE_S, self.cancel, call, _overdue())
+        self._waiting[call.request_id] = call
+        self._flush()
+
+    def cancel(self, call: Call, error: OctavoError | None = None) -> None:
+        """End a request with an error, here and on the server."""
+        if call.done:
+            return
+        if self._waiting.pop(call.request_id, None) is None:
+            for stream in self._streams():
+                if stream.calls.pop(call.request_id, None) is not None:
+                    stream.post(pb.SessionRequest(cancel=pb.CancelRequest(request_id=call.request_id)))
+                    self._retire_if_empty(stream)
+        call.fail(error or RequestCancelledError("the request was cancelled by its caller"))
+
+    async def close(self) -> None:
+        """Cancel all requests and close the connections."""
+        self._closed = True
+        if self._connector is not None:
+            self._connector.cancel()
+            await asyncio.gather(self._connector, return_exceptions=True)
+        streams = list(self._streams())
+        self._stream = None
+        self._retiring.clear()
+        calls = [*self._waiting.values(), *(call for stream in streams for call in stream.calls.values())]
+        self._waiting.clear()
+        await asyncio.gather(*(stream.close() for stream in streams), *self._closers)
+        for call in calls:
+            call.fail(ClientClosedError("the client was closed while the request ran"))
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Call a function on the loop, from any thread; in a forked child, or too late, do nothing."""
+        if os.getpid() == self._pid:
+            with suppress(RuntimeError):  # The loop is closed: all that ran on it has ended.
+                self._loop.call_soon_threadsafe(function, *args)
+
+    def abandon(self) -> None:
+        """Close without anybody waiting for it, from any thread."""
+        self.post(self._abandon)
+
+    def _abandon(self) -> None:
+        self._last_task = asyncio.create_task(self.close())
+
+    def _streams(self) -> list[Stream]:
+        return [*self._retiring, *([self._stream] if self._stream is not None else [])]
+
+    def _flush(self) -> None:
+        """Send what waits, as far as there is a stream and credit."""
+        if self._stream is None:
+            if self._waiting and self._connector is None and not self._closed:
+                self._connector = asyncio.create_task(self._connect())
+            return
+        now = self._loop.time()
+        for request_id in list(self._waiting):
+            if self._paced:
+                if self._stream.credits < 1:
+                    return
+                self._stream.credits -= 1
+            self._stream.submit(self._waiting.pop(request_id), now)
+
+    async def _connect(self) -> None:
+        try:
+            while self._waiting and self._stream is None:
+                if self._trouble_since is None:
+                    self._trouble_since = self._loop.time()
+                else:
+                    await asyncio.sleep(self._delay_s)
+                    self._delay_s = min(self._delay_s * 2, _MAX_DELAY_S)
+                try:
+                    connection = await self._endpoints.dial()
+                except UnavailableError as error:
+                    self._give_up_if_late(error)
+                    continue
+                self._connected_before = True
+                self._stream = Stream(connection, self._on_message, self._on_lost)
+                if self._paced:
+                    self._stream.post(pb.SessionRequest(open=pb.OpenSession(paced=True)))
+        finally:
+            self._connector = None
+        self._flush()
+
+    def _on_message(self, stream: Stream, message: pb.SessionEvent) -> None:
+        calls = stream.calls
+        refused = False
+        for event in message.events:
+            call = calls.get(event.request_id)
+            if call is None:
+                continue
+            if event.error.reason == "DRAINING" and not call.accepted_by(stream):
+                refused = True
+                self._waiting[call.request_id] = calls.pop(call.request_id)
+                self._move_away(stream, _wire.error_info(event.error))
+                continue
+            call.apply(event, stream)
+            if call.done:
+                del calls[call.request_id]
+        if not refused:
+            self._trouble_since = None
+            self._delay_s = _FIRST_DELAY_S
+        stream.credits += message.credits
+        self._retire_if_empty(stream)
+        self._flush()
+
+    def _on_lost(self, stream: Stream, code: grpc.StatusCode, error: OctavoError) -> None:
+        orphans = list(stream.calls.values())
+        stream.calls = {}
+        if self._stream is stream:
+            self._stream = None
+        self._retiring.discard(stream)
+        self._discard(stream)
+        self._waiting = {call.request_id: call for call in orphans} | self._waiting
+        if code not in _RETRYABLE:
+            self._fail_waiting(error)
+            return
+        self._endpoints.demote(stream.connection.endpoint)
+        if not self._waiting or self._loop.time() - stream.opened_at > _SETTLED_S:
+            self._trouble_since = None
+        if self._waiting:
+            self._give_up_if_late(error)
+        self._flush()
+
+    def _move_away(self, stream: Stream, info: ErrorInfo) -> None:
+        """Leave a draining scheduler to those of our requests that run there."""
+        if self._stream is stream:
+            self._stream = None
+            self._retiring.add(stream)
+            self._endpoints.demote(stream.connection.endpoint)
+        self._give_up_if_late(UnavailableError(info.message, info))
+
+    def _retire_if_empty(self, stream: Stream) -> None:
+        if stream in self._retiring and not stream.calls:
+            self._retiring.remove(stream)
+            self._discard(stream)
+
+    def _discard(self, stream: Stream) -> None:
+        task = asyncio.create_task(stream.close())
+        self._closers.add(task)
+        task.add_done_callback(self._closers.discard)
+
+    def _give_up_if_late(self, error: OctavoError) -> None:
+        now = self._loop.time()
+        if self._trouble_since is None:
+            self._trouble_since = now
+        limit = self._patience.reconnect_s if self._connected_before else self._patience.connect_s
+        if now - self._trouble_since < limit:
+            return
+        info = ErrorInfo(error.reason, error.message, retry_after_s=error.retry_after_s)
+        self._fail_waiting(UnavailableError(error.message, info))
+
+    def _fail_waiting(self, error: OctavoError) -> None:
+        calls, self._waiting = list(self._waiting.values()), {}
+        self._trouble_since = None
+        self._delay_s = _FIRST_DELAY_S
+        for call in calls:
+            call.fail(copy.copy(error))
+
+
+def _overdue() -> DeadlineExceededError:
+    return DeadlineExceededError("the deadline passed, and the service did not answer in time to say where")

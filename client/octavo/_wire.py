@@ -1,0 +1,303 @@
+"""Types of the SDK on one side, `octavo.v1` on the other."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any, Final, cast
+
+from octavo.errors import ErrorInfo, FieldViolation, InvalidRequestError
+from octavo.protocol.convert_sampling import sampling_to_proto
+from octavo.protocol.steps import Priority, TokenLogprobs
+from octavo.sampling import SamplingParams
+from octavo.status import PoolStatus, QueueStatus, Rates, Status, WorkerStatus
+from octavo.types import (
+    Accepted,
+    ChatMessage,
+    Messages,
+    ModelInfo,
+    Prompt,
+    Timings,
+    Usage,
+)
+from octavo.v1 import common_pb2, operations_pb2
+from octavo.v1 import generation_pb2 as pb
+
+MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+_SAMPLING: Final = frozenset(field.name for field in fields(SamplingParams))
+_SECONDS: Final = ("queue_timeout", "ttft_deadline", "deadline")
+_TERMS: Final = ("may_trim", "keep_head_tokens", "keep_tail_tokens", "may_shed", "cache_salt")
+_PLAIN: Final = ("model", "request_id", "skip_text", "keep_special_tokens")
+_CHAT: Final = ("tools", "template_vars", "add_generation_prompt")
+
+
+def text_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
+    """Return the request for text or token ids.
+
+    Raises:
+        InvalidRequestError: a value is out of range; every such field is named.
+        TypeError: an option is unknown or of the wrong type.
+    """
+    request = _request(options)
+    if isinstance(prompt, str):
+        with naming("text"):
+            request.text = prompt
+    else:
+        with naming("tokens.ids"):
+            request.tokens.ids.extend(prompt)
+        request.tokens.SetInParent()
+    return request
+
+
+def chat_request(messages: Messages, options: Mapping[str, Any]) -> pb.GenerateRequest:
+    """Return the request for a conversation; raises as `text_request` does."""
+    own = {name: options[name] for name in _CHAT if name in options}
+    request = _request({name: value for name, value in options.items() if name not in own})
+    request.chat.CopyFrom(chat(messages, own))
+    return request
+
+
+def chat(messages: Messages, options: Mapping[str, Any]) -> pb.Chat:
+    """Return a conversation with the options of its template."""
+    message = pb.Chat()
+    turns: Iterable[Any] = [ChatMessage("user", messages)] if isinstance(messages, str) else messages
+    for index, turn in enumerate(turns):
+        one = turn if isinstance(turn, ChatMessage) else _turn(index, turn)
+        proto = message.messages.add()
+        path = f"chat.messages[{index}]"
+        for name in ("role", "content", "name", "tool_call_id"):
+            value = getattr(one, name)
+            if value is not None:
+                with naming(f"{path}.{name}"):
+                    setattr(proto, name, value)
+        if one.tool_calls:
+            proto.tool_calls_json = json.dumps(list(one.tool_calls))
+    message.SetInParent()
+    if options.get("tools"):
+        message.tools_json = json.dumps(list(options["tools"]))
+    if options.get("template_vars"):
+        message.template_vars_json = json.dumps(dict(options["template_vars"]))
+    if options.get("add_generation_prompt") is not None:
+        message.add_generation_prompt = options["add_generation_prompt"]
+    return message
+
+
+def _turn(index: int, turn: Mapping[str, Any]) -> ChatMessage:
+    try:
+        return ChatMessage(**turn)
+    except TypeError as error:
+        raise InvalidRequestError.of_fields(
+            (f"chat.messages[{index}]", f"must have role and content ({error})")
+        ) from None
+
+
+def _request(options: Mapping[str, Any]) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(return_token_ids=True)
+    unknown = options.keys() - _SAMPLING - {"sampling", "priority", *_SECONDS, *_TERMS, *_PLAIN}
+    if unknown:
+        raise TypeError(f"unknown option {min(unknown)!r}")
+    for name in _PLAIN:
+        if options.get(name) is not None:
+            with naming(name):
+                setattr(request, name, options[name])
+    sampling = _sampling(options)
+    if sampling is not None:
+        with naming("sampling"):
+            request.sampling.CopyFrom(sampling_to_proto(sampling))
+    for name in _SECONDS:
+        if options.get(name) is not None:
+            setattr(request.terms, f"{name}_ms", _milliseconds(name, options[name]))
+    for name in _TERMS:
+        if options.get(name) is not None:
+            with naming(f"terms.{name}"):
+                setattr(request.terms, name, options[name])
+    if options.get("priority") is not None:
+        request.terms.priority = cast("common_pb2.Priority.ValueType", _priority(options["priority"]).value)
+    return request
+
+
+def _sampling(options: Mapping[str, Any]) -> SamplingParams | None:
+    given = {name: options[name] for name in _SAMPLING & options.keys() if options[name] is not None}
+    if isinstance(given.get("stop"), str):
+        given["stop"] = (given["stop"],)
+    for name in ("stop", "stop_token_ids"):
+        if name in given:
+            given[name] = tuple(given[name])
+    sampling: SamplingParams | None = options.get("sampling")
+    if given:
+        sampling = replace(sampling or SamplingParams(), **given)
+    if sampling is not None:
+        wrong = sampling.violations()
+        if wrong:
+            raise InvalidRequestError.of_fields(*((f"sampling.{name}", what) for name, what in wrong))
+    return sampling
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Name the field when a value does not fit into it."""
+    try:
+        yield
+    except UnicodeEncodeError:
+        raise InvalidRequestError.of_fields((field, "is not valid UTF-8 text")) from None
+    except ValueError as error:
+        raise InvalidRequestError.of_fields((field, f"is out of range ({error})")) from None
+
+
+def _milliseconds(name: str, seconds: float) -> int:
+    milliseconds = seconds * 1000
+    if not math.isfinite(milliseconds) or not 0 <= milliseconds < 2**32:
+        raise InvalidRequestError.of_fields(
+            (f"terms.{name}_ms", f"must be between 0 and {2**32 // 1000} seconds, got {seconds}")
+        )
+    return math.ceil(milliseconds)
+
+
+def _priority(value: Priority | str) -> Priority:
+    if isinstance(value, Priority):
+        return value
+    try:
+        return Priority[value.upper()]
+    except KeyError:
+        names = ", ".join(one.name.lower() for one in Priority)
+        raise InvalidRequestError.of_fields(
+            ("terms.priority", f"must be one of {names}, got {value!r}")
+        ) from None
+
+
+def check_size(request: pb.GenerateRequest) -> None:
+    """Refuse a message that would end the stream it shares with other requests."""
+    size = request.ByteSize()
+    # Room for the wrapper, and for the tokens that a resumed request carries on top.
+    if size > MAX_MESSAGE_BYTES - 64 * 1024:
+        raise InvalidRequestError.of_fields(
+            (
+                str(request.WhichOneof("input")),
+                f"the request takes {size} bytes, more than {MAX_MESSAGE_BYTES} at most",
+            ),
+            reason="MESSAGE_TOO_LARGE",
+        )
+
+
+def error_info(message: common_pb2.Error) -> ErrorInfo:
+    """Return what an error event says."""
+    return ErrorInfo(
+        reason=message.reason,
+        message=message.message,
+        code=message.code,
+        retry_after_s=message.retry_delay_ms / 1000 if message.HasField("retry_delay_ms") else None,
+        violations=tuple(FieldViolation(one.field, one.description) for one in message.violations),
+        metadata=dict(message.metadata),
+    )
+
+
+def accepted(message: pb.Accepted) -> Accepted:
+    """Convert."""
+    waits = message.HasField("estimated_wait_ms")
+    return Accepted(
+        queue_position=message.queue_position,
+        estimated_wait_s=message.estimated_wait_ms / 1000 if waits else None,
+        prompt_tokens=message.prompt_tokens,
+        level=message.level,
+        seed=message.seed,
+    )
+
+
+def logprobs(messages: Iterable[common_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
+    """Convert the log probabilities of some positions."""
+    return [
+        TokenLogprobs(one.token_id, one.logprob, one.rank, tuple(one.top_token_ids), tuple(one.top_logprobs))
+        for one in messages
+    ]
+
+
+def usage(message: common_pb2.Usage) -> Usage:
+    """Convert."""
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        completion_tokens=message.completion_tokens,
+        cached_tokens=message.cached_tokens,
+        trimmed_tokens=message.trimmed_tokens,
+        clamped_max_tokens=message.clamped_max_tokens if message.HasField("clamped_max_tokens") else None,
+    )
+
+
+def timings(message: common_pb2.Timings) -> Timings:
+    """Convert."""
+    return Timings(
+        queue_s=message.queue_ms / 1000,
+        ttft_s=message.ttft_ms / 1000,
+        tpot_s=message.tpot_ms / 1000,
+        total_s=message.total_ms / 1000,
+        preemptions=message.preemptions,
+        recoveries=message.recoveries,
+    )
+
+
+def model_info(message: pb.Model) -> ModelInfo:
+    """Convert."""
+    return ModelInfo(
+        id=message.id,
+        revision=message.revision,
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        has_chat_template=message.has_chat_template,
+        adapters=tuple(message.adapters),
+        workers=message.workers,
+    )
+
+
+def status(message: operations_pb2.Status) -> Status:
+    """Convert."""
+    rates = message.rates
+    return Status(
+        scheduler_id=message.scheduler_id,
+        version=message.version,
+        uptime_s=message.uptime_s,
+        level=message.level,
+        draining=message.draining,
+        queues=tuple(
+            QueueStatus(
+                one.model,
+                Priority(one.priority or Priority.STANDARD),
+                one.waiting,
+                one.waiting_tokens,
+                one.oldest_wait_ms / 1000,
+            )
+            for one in message.queues
+        ),
+        workers=tuple(_worker(one) for one in message.workers),
+        outcomes=dict(message.outcomes),
+        arrivals=message.arrivals,
+        live_requests=message.live_requests,
+        rates=Rates(
+            requests_per_s=rates.requests_per_s,
+            prompt_tokens_per_s=rates.prompt_tokens_per_s,
+            output_tokens_per_s=rates.output_tokens_per_s,
+            ttft_p50_s=rates.ttft_p50_ms / 1000,
+            ttft_p99_s=rates.ttft_p99_ms / 1000,
+            queue_p50_s=rates.queue_p50_ms / 1000,
+            queue_p99_s=rates.queue_p99_ms / 1000,
+            cost_per_1k_tokens=rates.cost_per_1k_tokens if rates.HasField("cost_per_1k_tokens") else None,
+        ),
+    )
+
+
+def _worker(message: operations_pb2.WorkerStatus) -> WorkerStatus:
+    return WorkerStatus(
+        worker_id=message.worker_id,
+        address=message.address,
+        model=message.model,
+        state=message.state,
+        running=message.running,
+        pool=PoolStatus(**{field.name: getattr(message.pool, field.name) for field in fields(PoolStatus)}),
+        step_s=message.step_ms / 1000,
+        bubble_share=message.bubble_share,
+        steps=message.steps,
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        runner=message.runner,
+    )

@@ -1,0 +1,297 @@
+"""The asynchronous client."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Final, Self, Unpack
+
+import grpc.aio
+
+from octavo import _wire
+from octavo._call import Call
+from octavo._channel import from_rpc, parse_endpoints
+from octavo._core import Core
+from octavo._session import Patience, Transport
+from octavo.errors import InvalidRequestError, OctavoError
+from octavo.status import Status
+from octavo.types import (
+    Accepted,
+    ChatOptions,
+    Delta,
+    DrainResult,
+    GenerateOptions,
+    GenerateResult,
+    Messages,
+    ModelInfo,
+    Prompt,
+    TemplateOptions,
+    Tokenization,
+)
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import operations_pb2
+
+_BATCH_WINDOW: Final = 1024
+"""Prompts of a batch that are taken from their iterable ahead of credit."""
+
+
+class _Signal:
+    """Wakes the one task that waits. The call holds this and not the stream, which may be dropped."""
+
+    __slots__ = ("_waiter",)
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+
+    def fire(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+
+class AsyncStream:
+    """Output of one request, as it comes: iterate over it, once.
+
+    The request runs from the moment the stream is made. It is cancelled, on the server too, when the
+    task that iterates is cancelled, when `aclose()` is called, on leaving `async with`, and when the
+    stream is dropped before its end. Deltas that were not fetched yet are merged.
+    """
+
+    def __init__(self, transport: Transport, request: pb.GenerateRequest) -> None:
+        self._transport = transport
+        self._signal = _Signal()
+        self._call = Call(request, transport.now(), self._signal.fire, live=True)
+        transport.submit(self._call)
+
+    @property
+    def request_id(self) -> str:
+        """Names the request in the logs of the service."""
+        return self._call.request_id
+
+    @property
+    def accepted(self) -> Accepted | None:
+        """What the service said when it took the request; None before."""
+        return self._call.accepted
+
+    @property
+    def result(self) -> GenerateResult:
+        """The outcome, once the stream has ended. Raises the error that ended it."""
+        if not self._call.done:
+            raise RuntimeError("the stream has not ended yet")
+        return self._call.result()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        call = self._call
+        while (delta := call.take()) is None:
+            if call.done:
+                if call.error is not None:
+                    raise call.error
+                raise StopAsyncIteration
+            await self._change()
+        return delta
+
+    async def wait_accepted(self) -> Accepted | None:
+        """Wait until the service has taken the request, or until it has ended without that."""
+        while self._call.accepted is None and not self._call.done:
+            await self._change()
+        return self._call.accepted
+
+    async def _change(self) -> None:
+        try:
+            await self._signal.wait()
+        except asyncio.CancelledError:
+            self._transport.cancel(self._call)
+            raise
+
+    async def aclose(self) -> None:
+        """Cancel the request unless it has ended."""
+        self._transport.cancel(self._call)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        call = getattr(self, "_call", None)
+        if call is not None and not call.done:
+            self._transport.post(self._transport.cancel, call)
+
+
+class AsyncClient:
+    """Speaks to one Octavo service, on the event loop that uses it first.
+
+    Args:
+        endpoint: `host:port` of the scheduler; several (a list, or separated by commas) are tried in
+            order and stand in for each other. Absent: the variable OCTAVO_ENDPOINT, or 127.0.0.1:50051.
+        connect_timeout: seconds to try until a first connection stands.
+        reconnect_timeout: seconds to try to get a lost connection back before the running requests fail.
+            Until then they wait, and go on where they were.
+
+    Raises:
+        InvalidRequestError: an endpoint is malformed.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | Sequence[str] | None = None,
+        *,
+        connect_timeout: float = 10.0,
+        reconnect_timeout: float = 30.0,
+    ) -> None:
+        self._core = Core(parse_endpoints(endpoint), Patience(connect_timeout, reconnect_timeout))
+
+    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerateResult:
+        """Return the whole output for a prompt.
+
+        Raises:
+            OctavoError: the request was refused or failed; see `octavo.errors`.
+        """
+        return await self._core.run(_wire.text_request(prompt, options))
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
+        """Start a request and return its output as it comes; raises as `generate` does."""
+        return self._start(_wire.text_request(prompt, options))
+
+    async def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateResult:
+        """Return the whole answer in a conversation; raises as `generate` does."""
+        return await self._core.run(_wire.chat_request(messages, options))
+
+    def chat_stream(self, messages: Messages, **options: Unpack[ChatOptions]) -> AsyncStream:
+        """Start the answer in a conversation and return it as it comes; raises as `generate` does."""
+        return self._start(_wire.chat_request(messages, options))
+
+    async def batch(
+        self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]
+    ) -> list[GenerateResult | OctavoError]:
+        """Return the outcome of each prompt, in order; one that fails has its error there."""
+        ends = {index: end async for index, end in self.batch_iter(prompts, **options)}
+        return [ends[index] for index in range(len(ends))]
+
+    async def batch_iter(
+        self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[tuple[int, GenerateResult | OctavoError]]:
+        """Yield (index of the prompt, outcome) as they come.
+
+        The service sets the pace: a prompt is sent when there is credit for it, and none is refused for
+        queue depth. The class is `batch` unless the options say otherwise.
+        """
+        paced: GenerateOptions = {"priority": "batch", **options}
+        transport = self._core.transport(paced=True)
+        ended: asyncio.Queue[tuple[int, GenerateResult | OctavoError]] = asyncio.Queue()
+        live: dict[int, Call] = {}
+        rest = enumerate(prompts)
+
+        def on_end(index: int) -> None:
+            call = live.pop(index)
+            ended.put_nowait((index, call.error if call.error is not None else call.result()))
+
+        try:
+            while True:
+                for index, prompt in itertools.islice(rest, _BATCH_WINDOW - len(live)):
+                    try:
+                        request = self._core.prepare(_wire.text_request(prompt, paced))
+                    except InvalidRequestError as error:
+                        ended.put_nowait((index, error))
+                        continue
+                    live[index] = Call(request, transport.now(), partial(on_end, index))
+                    transport.submit(live[index])
+                if not live and ended.empty():
+                    return
+                yield await ended.get()
+        finally:
+            for call in list(live.values()):
+                transport.cancel(call)
+
+    async def tokenize(
+        self, text: str, *, model: str = "", add_special_tokens: bool | None = None, pieces: bool = False
+    ) -> Tokenization:
+        """Return the token ids of a text."""
+        request = pb.TokenizeRequest(model=model, return_pieces=pieces, add_special_tokens=add_special_tokens)
+        with _wire.naming("text"):
+            request.text = text
+        return await self._tokenize(request)
+
+    async def tokenize_chat(
+        self, messages: Messages, *, model: str = "", pieces: bool = False, **options: Unpack[TemplateOptions]
+    ) -> Tokenization:
+        """Return the token ids of a conversation, rendered with the model's template."""
+        chat = _wire.chat(messages, options)
+        return await self._tokenize(pb.TokenizeRequest(model=model, chat=chat, return_pieces=pieces))
+
+    async def _tokenize(self, request: pb.TokenizeRequest) -> Tokenization:
+        answer = await self._core.unary(lambda on: on.generation.Tokenize(request))
+        return Tokenization(tuple(answer.token_ids), tuple(answer.pieces), answer.max_model_len)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", keep_special_tokens: bool = False
+    ) -> str:
+        """Return the text of token ids."""
+        request = pb.DetokenizeRequest(model=model, keep_special_tokens=keep_special_tokens)
+        with _wire.naming("token_ids"):
+            request.token_ids.extend(token_ids)
+        answer = await self._core.unary(lambda on: on.generation.Detokenize(request))
+        return answer.text
+
+    async def models(self) -> list[ModelInfo]:
+        """Return the models that are served."""
+        answer = await self._core.unary(lambda on: on.generation.ListModels(pb.ListModelsRequest()))
+        return [_wire.model_info(model) for model in answer.models]
+
+    async def status(self) -> Status:
+        """Return what the scheduler is doing."""
+        answer = await self._core.unary(lambda on: on.operations.GetStatus(operations_pb2.GetStatusRequest()))
+        return _wire.status(answer.status)
+
+    async def watch_status(self, interval: float = 1.0) -> AsyncGenerator[Status]:
+        """Yield a status now and then again each `interval` seconds, until the scheduler goes away."""
+        request = operations_pb2.WatchStatusRequest(interval_ms=round(interval * 1000))
+        connection = await self._core.endpoints.dial()
+        try:
+            rpc = connection.operations.WatchStatus(request)
+            async for answer in rpc:
+                yield _wire.status(answer.status)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error) from None
+        finally:
+            await connection.close()
+
+    async def drain(self, worker_id: str | None = None, *, grace: float | None = None) -> DrainResult:
+        """Stop admitting: the whole scheduler, or one worker. What runs gets `grace` seconds to finish."""
+        request = operations_pb2.DrainRequest(
+            worker_id=worker_id, grace_ms=None if grace is None else round(grace * 1000)
+        )
+        answer = await self._core.unary(lambda on: on.operations.Drain(request))
+        return DrainResult(answer.running, answer.waiting)
+
+    async def aclose(self) -> None:
+        """Cancel what runs and close the connections."""
+        await self._core.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        core = getattr(self, "_core", None)
+        if core is not None:
+            core.abandon()
+
+    def _start(self, request: pb.GenerateRequest) -> AsyncStream:
+        return AsyncStream(self._core.transport(), self._core.prepare(request))

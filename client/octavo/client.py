@@ -1,0 +1,224 @@
+"""The synchronous client: the asynchronous one on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+from octavo import _wire
+from octavo._call import Call
+from octavo._loop_thread import LoopThread
+from octavo._session import Transport
+from octavo.aio import AsyncClient
+from octavo.errors import OctavoError
+from octavo.status import Status
+from octavo.types import (
+    Accepted,
+    ChatOptions,
+    Delta,
+    DrainResult,
+    GenerateOptions,
+    GenerateResult,
+    Messages,
+    ModelInfo,
+    Prompt,
+    TemplateOptions,
+    Tokenization,
+)
+from octavo.v1 import generation_pb2 as pb
+
+_T = TypeVar("_T")
+
+
+class Stream:
+    """Output of one request, as it comes: iterate over it, once, on any thread.
+
+    The request is cancelled, on the server too, by `close()`, on leaving `with`, and when the stream is
+    dropped before its end. Deltas that were not fetched yet are merged.
+    """
+
+    def __init__(self, thread: LoopThread, transport: Transport, request: pb.GenerateRequest) -> None:
+        thread.check()
+        self._thread = thread
+        self._transport = transport
+        self._change = threading.Event()
+        self._call = Call(request, transport.now(), self._change.set, live=True)
+        transport.post(transport.submit, self._call)
+
+    @property
+    def request_id(self) -> str:
+        """Names the request in the logs of the service."""
+        return self._call.request_id
+
+    @property
+    def accepted(self) -> Accepted | None:
+        """What the service said when it took the request; None before."""
+        return self._call.accepted
+
+    @property
+    def result(self) -> GenerateResult:
+        """The outcome, once the stream has ended. Raises the error that ended it."""
+        if not self._call.done:
+            raise RuntimeError("the stream has not ended yet")
+        return self._call.result()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        call = self._call
+        while True:
+            # Read first: what came before the end is there when the end is.
+            done = call.done
+            delta = call.take()
+            if delta is not None:
+                return delta
+            if done:
+                if call.error is not None:
+                    raise call.error
+                raise StopIteration
+            self._change.wait()
+            self._change.clear()
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended."""
+        if not self._call.done:
+            self._transport.post(self._transport.cancel, self._call)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_call", None) is not None:
+            self.close()
+
+
+class Client:
+    """Speaks to one Octavo service. Safe to use from many threads; not across a fork.
+
+    Takes the arguments of `AsyncClient`. Close it, or use it in a `with` statement; a client that is
+    dropped, or alive when the interpreter ends, closes itself.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | Sequence[str] | None = None,
+        *,
+        connect_timeout: float = 10.0,
+        reconnect_timeout: float = 30.0,
+    ) -> None:
+        self._aio = AsyncClient(
+            endpoint, connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout
+        )
+        self._core = self._aio._core  # noqa: SLF001 # one client with two faces
+        self._thread = LoopThread()
+        self._transport = self._thread.run(self._open())
+
+    async def _open(self) -> Transport:
+        return self._core.transport()
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerateResult:
+        """Return the whole output for a prompt.
+
+        Raises:
+            OctavoError: the request was refused or failed; see `octavo.errors`.
+        """
+        return self._thread.run(self._aio.generate(prompt, **options))
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
+        """Start a request and return its output as it comes; raises as `generate` does."""
+        return self._start(_wire.text_request(prompt, options))
+
+    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateResult:
+        """Return the whole answer in a conversation; raises as `generate` does."""
+        return self._thread.run(self._aio.chat(messages, **options))
+
+    def chat_stream(self, messages: Messages, **options: Unpack[ChatOptions]) -> Stream:
+        """Start the answer in a conversation and return it as it comes; raises as `generate` does."""
+        return self._start(_wire.chat_request(messages, options))
+
+    def batch(
+        self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]
+    ) -> list[GenerateResult | OctavoError]:
+        """Return the outcome of each prompt, in order; one that fails has its error there."""
+        return self._thread.run(self._aio.batch(prompts, **options))
+
+    def batch_iter(
+        self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]
+    ) -> Iterator[tuple[int, GenerateResult | OctavoError]]:
+        """Yield (index of the prompt, outcome) as they come; see `AsyncClient.batch_iter`."""
+        return self._iterate(self._aio.batch_iter(prompts, **options))
+
+    def tokenize(
+        self, text: str, *, model: str = "", add_special_tokens: bool | None = None, pieces: bool = False
+    ) -> Tokenization:
+        """Return the token ids of a text."""
+        return self._thread.run(
+            self._aio.tokenize(text, model=model, add_special_tokens=add_special_tokens, pieces=pieces)
+        )
+
+    def tokenize_chat(
+        self, messages: Messages, *, model: str = "", pieces: bool = False, **options: Unpack[TemplateOptions]
+    ) -> Tokenization:
+        """Return the token ids of a conversation, rendered with the model's template."""
+        return self._thread.run(self._aio.tokenize_chat(messages, model=model, pieces=pieces, **options))
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", keep_special_tokens: bool = False
+    ) -> str:
+        """Return the text of token ids."""
+        return self._thread.run(
+            self._aio.detokenize(token_ids, model=model, keep_special_tokens=keep_special_tokens)
+        )
+
+    def models(self) -> list[ModelInfo]:
+        """Return the models that are served."""
+        return self._thread.run(self._aio.models())
+
+    def status(self) -> Status:
+        """Return what the scheduler is doing."""
+        return self._thread.run(self._aio.status())
+
+    def watch_status(self, interval: float = 1.0) -> Iterator[Status]:
+        """Yield a status now and then again each `interval` seconds, until the scheduler goes away."""
+        return self._iterate(self._aio.watch_status(interval))
+
+    def drain(self, worker_id: str | None = None, *, grace: float | None = None) -> DrainResult:
+        """Stop admitting: the whole scheduler, or one worker. What runs gets `grace` seconds to finish."""
+        return self._thread.run(self._aio.drain(worker_id, grace=grace))
+
+    def close(self) -> None:
+        """Cancel what runs and close the connections."""
+        if self._thread.usable:
+            self._thread.run(self._aio.aclose())
+            self._thread.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, request: pb.GenerateRequest) -> Stream:
+        return Stream(self._thread, self._transport, self._core.prepare(request))
+
+    def _iterate(self, source: AsyncGenerator[_T]) -> Iterator[_T]:
+        async def following() -> tuple[_T] | None:
+            async for item in source:
+                return (item,)
+            return None
+
+        try:
+            while (item := self._thread.run(following())) is not None:
+                yield item[0]
+        finally:
+            self._thread.spawn(source.aclose())

@@ -1,0 +1,88 @@
+"""What `status()` returns: queues, workers and rates of a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from octavo.protocol.steps import Priority
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """Sequences that wait for one model in one class."""
+
+    model: str
+    priority: Priority
+    waiting: int
+    waiting_tokens: int
+    oldest_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """Blocks of a worker's pool: free + evictable + active == total."""
+
+    total: int
+    free: int
+    evictable: int
+    active: int
+    pinned: int
+    host_total: int
+    host_free: int
+    largest_free_run: int
+    block_size: int
+    internal_fragmentation: float
+    external_fragmentation: float
+    hit_tokens: int
+    miss_tokens: int
+    host_hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker as its scheduler sees it. `state` is connecting, ready, draining or lost."""
+
+    worker_id: str
+    address: str
+    model: str
+    state: str
+    running: int
+    pool: PoolStatus
+    step_s: float
+    bubble_share: float
+    steps: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    runner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Over the last ten seconds."""
+
+    requests_per_s: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    queue_p50_s: float
+    queue_p99_s: float
+    cost_per_1k_tokens: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A scheduler. The sum of `outcomes` and `live_requests` is `arrivals`."""
+
+    scheduler_id: str
+    version: str
+    uptime_s: float
+    level: int
+    draining: bool
+    queues: tuple[QueueStatus, ...]
+    workers: tuple[WorkerStatus, ...]
+    outcomes: Mapping[str, int]
+    arrivals: int
+    live_requests: int
+    rates: Rates

@@ -1,0 +1,224 @@
+"""What the SDK takes and returns. Nothing here knows of gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from octavo.protocol.steps import FinishReason, Priority, TokenLogprobs
+from octavo.sampling import SamplingParams, StructuredOutput
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+PriorityName = Literal["interactive", "standard", "batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+    name: str | None = None
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    """Tool calls of an assistant turn, as in the OpenAI API."""
+    tool_call_id: str | None = None
+
+
+Messages = str | Sequence[ChatMessage | Mapping[str, Any]]
+"""A conversation; plain text is one turn of the user."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Everything about a request but its input. What is absent takes the model's or the class's default.
+
+    Sampling fields mean what they mean in `SamplingParams`, and override those of `sampling`.
+    """
+
+    model: str
+    request_id: str
+    """Unique among the live requests of the service; drawn when absent."""
+    sampling: SamplingParams
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    logit_bias: Mapping[int, float]
+    min_tokens: int
+    max_tokens: int
+    ignore_eos: bool
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    n: int
+    logprobs: int
+    structured: StructuredOutput
+    priority: Priority | PriorityName
+    queue_timeout: float
+    """Longest wait in the queue, in seconds. 0: start at once or not at all."""
+    ttft_deadline: float
+    """Seconds until the first token."""
+    deadline: float
+    """Seconds until the end."""
+    may_trim: bool
+    keep_head_tokens: int
+    keep_tail_tokens: int
+    may_shed: bool
+    cache_salt: str
+    skip_text: bool
+    """Token ids only: nothing is detokenized."""
+    keep_special_tokens: bool
+
+
+class TemplateOptions(TypedDict, total=False):
+    """How a conversation is rendered."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """Tools offered to the model, as in the OpenAI API."""
+    template_vars: Mapping[str, Any]
+    """Variables for the chat template."""
+    add_generation_prompt: bool
+    """Append the header of an assistant turn; so it is when absent."""
+
+
+class ChatOptions(GenerateOptions, TemplateOptions, total=False):
+    """Options of a chat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The service took the request."""
+
+    queue_position: int
+    estimated_wait_s: float | None
+    prompt_tokens: int
+    level: int
+    """Degradation level at admission, 0 to 4."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What came since the last delta of this choice. Text is whole characters and may be empty."""
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request cost, in tokens."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    trimmed_tokens: int = 0
+    clamped_max_tokens: int | None = None
+    """max_tokens in force, when it was lowered under load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time went, in seconds, as the service saw it."""
+
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    total_s: float = 0.0
+    preemptions: int = 0
+    recoveries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the `n` outputs of a request. `finish_reason` is None in a partial result."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop: str | int | None = None
+    """The stop string or token id that ended it."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """The outcome of a request."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    seed: int | None
+    """The random stream that was used: give it again to get the same output."""
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Output tokens of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def timings(self) -> Timings:
+        """Timings of the first choice."""
+        return self.choices[0].timings
+
+    @property
+    def usage(self) -> Usage:
+        """Usage of the request: the prompt once, the output of all choices."""
+        first = self.choices[0].usage
+        return Usage(
+            prompt_tokens=first.prompt_tokens,
+            completion_tokens=sum(choice.usage.completion_tokens for choice in self.choices),
+            cached_tokens=first.cached_tokens,
+            trimmed_tokens=first.trimmed_tokens,
+            clamped_max_tokens=first.clamped_max_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenization:
+    """Token ids of an input, and the text of each when asked for."""
+
+    token_ids: tuple[int, ...]
+    pieces: tuple[str, ...]
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model that is served."""
+
+    id: str
+    revision: str
+    max_model_len: int
+    vocab_size: int
+    has_chat_template: bool
+    adapters: tuple[str, ...]
+    workers: int
+    """Workers that serve it now."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainResult:
+    """What was left when the drain began."""
+
+    running: int
+    waiting: int

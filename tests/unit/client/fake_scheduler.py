@@ -1,0 +1,243 @@
+"""A scheduler without workers: a real gRPC server whose tokens are a function of seed and position."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+from octavo.v1 import common_pb2
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import generation_pb2_grpc as pb_grpc
+
+FREE_RUN = 1_000_000
+
+
+def token_id(seed: int, choice: int, position: int) -> int:
+    return (seed * 7919 + choice * 104729 + position * 31) % 50_000
+
+
+def token_text(token: int) -> str:
+    return f"é{token} "
+
+
+def expected_text(seed: int, count: int, choice: int = 0) -> str:
+    return "".join(token_text(token_id(seed, choice, at)) for at in range(count))
+
+
+@dataclass(slots=True)
+class _Choice:
+    request: pb.GenerateRequest
+    index: int
+    seed: int
+    tokens: list[int]
+    shown: int
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _Session:
+    live: dict[str, list[_Choice]] = field(default_factory=dict)
+    outbox: asyncio.Queue[pb.SessionEvent | None] = field(default_factory=asyncio.Queue)
+    paced: bool = False
+
+
+class FakeScheduler(pb_grpc.GenerationServicer):
+    """Prompts steer it: `refuse REASON CODE` is refused, `fail REASON CODE` fails after two tokens.
+
+    `allowed` bounds the steps that it takes; a test raises it with `allow`.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.cancelled: list[str] = []
+        self.sessions = 0
+        self.draining = False
+        self.credits_per_session = 4
+        self.most_live = 0
+        self._allowed = FREE_RUN
+        self._steps = 0
+        self._changed = asyncio.Condition()
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+
+    async def start(self, port: int = 0) -> None:
+        self._server = grpc.aio.server(
+            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 16 * 1024 * 1024)]
+        )
+        pb_grpc.add_GenerationServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Die: streams break at once."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(None)
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def hold(self, steps: int = 0) -> None:
+        self._allowed = self._steps + steps
+        await self._notify()
+
+    async def allow(self, steps: int = FREE_RUN) -> None:
+        self._allowed += steps
+        await self._notify()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10), self._changed:
+            await self._changed.wait_for(condition)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def Session(  # noqa: N802 # named by the contract
+        self,
+        request_iterator: AsyncIterator[pb.SessionRequest],
+        context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionEvent],
+    ) -> AsyncIterator[pb.SessionEvent]:
+        self.sessions += 1
+        session = _Session()
+        tasks = [
+            asyncio.create_task(self._listen(request_iterator, session)),
+            asyncio.create_task(self._step(session)),
+        ]
+        try:
+            while (event := await session.outbox.get()) is not None:
+                yield event
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.cancelled.extend(session.live)
+            session.live.clear()
+            await asyncio.shield(asyncio.ensure_future(self._notify()))
+
+    async def _listen(self, messages: AsyncIterator[pb.SessionRequest], session: _Session) -> None:
+        async for message in messages:
+            match message.WhichOneof("message"):
+                case "open":
+                    session.paced = message.open.paced
+                    session.outbox.put_nowait(pb.SessionEvent(credits=self.credits_per_session))
+                case "generate":
+                    self._admit(message.generate, session)
+                case "cancel":
+                    session.live.pop(message.cancel.request_id, None)
+                    self.cancelled.append(message.cancel.request_id)
+            self.most_live = max(self.most_live, len(session.live))
+            await self._notify()
+        session.outbox.put_nowait(None)
+
+    def _admit(self, request: pb.GenerateRequest, session: _Session) -> None:
+        self.requests.append(request)
+        verb, *rest = request.text.split() or [""]
+        if self.draining:
+            verb, rest = "refuse", ["DRAINING", "14"]
+        if verb == "refuse":
+            error = common_pb2.Error(
+                code=int(rest[1]),
+                reason=rest[0],
+                message=f"refused: {rest[0]}",
+                retry_delay_ms=1500,
+                violations=[common_pb2.FieldViolation(field="text", description="is bad")],
+                metadata={"limit": "7"},
+            )
+            self._send(session, pb.RequestEvent(request_id=request.request_id, error=error))
+            return
+        seed = request.sampling.seed if request.sampling.HasField("seed") else 1000 + len(self.requests)
+        resumed = {one.choice: one for one in request.resume}
+        session.live[request.request_id] = [
+            _Choice(
+                request,
+                index,
+                seed,
+                list(resumed[index].token_ids) if index in resumed else [],
+                resumed[index].shown_bytes if index in resumed else 0,
+            )
+            for index in range(max(1, request.sampling.n))
+        ]
+        accepted = pb.Accepted(request_id=request.request_id, seed=seed, prompt_tokens=3, queue_position=2)
+        self._send(session, pb.RequestEvent(request_id=request.request_id, accepted=accepted))
+
+    def _send(self, session: _Session, event: pb.RequestEvent) -> None:
+        session.outbox.put_nowait(pb.SessionEvent(events=[event]))
+
+    async def _step(self, session: _Session) -> None:
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: session.live and self._steps < self._allowed)
+            self._steps += 1
+            message = pb.SessionEvent()
+            for request_id, choices in list(session.live.items()):
+                for choice in choices:
+                    if not choice.done:
+                        message.events.extend(self._advance(request_id, choice))
+                if all(choice.done for choice in choices):
+                    del session.live[request_id]
+                    message.credits += session.paced
+            session.outbox.put_nowait(message)
+            await self._notify()
+            await asyncio.sleep(0)
+
+    def _advance(self, request_id: str, choice: _Choice) -> list[pb.RequestEvent]:
+        words = choice.request.text.split()
+        most = choice.request.sampling.max_tokens or 8
+        choice.tokens.append(token_id(choice.seed, choice.index, len(choice.tokens)))
+        shown = "".join(map(token_text, choice.tokens)).encode()
+        text, choice.shown = shown[choice.shown :].decode(), len(shown)
+        delta = pb.Delta(choice=choice.index, text=text, token_ids=choice.tokens[-1:])
+        if choice.request.sampling.HasField("logprobs"):
+            delta.logprobs.add(token_id=choice.tokens[-1], logprob=-0.5, rank=1)
+        events = [pb.RequestEvent(request_id=request_id, delta=delta)]
+        failing = words[:1] == ["fail"] and len(choice.tokens) == 2
+        if failing or len(choice.tokens) >= most:
+            choice.done = True
+            finished = pb.Finished(
+                choice=choice.index,
+                reason=common_pb2.FINISH_REASON_LENGTH,
+                seed=choice.seed,
+                usage=common_pb2.Usage(
+                    prompt_tokens=3, completion_tokens=len(choice.tokens), cached_tokens=1
+                ),
+                timings=common_pb2.Timings(queue_ms=1, ttft_ms=20, tpot_ms=3, total_ms=50),
+            )
+            if failing:
+                finished.reason = (
+                    common_pb2.FINISH_REASON_DEADLINE if words[2] == "4" else common_pb2.FINISH_REASON_ERROR
+                )
+                finished.error.CopyFrom(
+                    common_pb2.Error(code=int(words[2]), reason=words[1], message="failed on the way")
+                )
+            events.append(pb.RequestEvent(request_id=request_id, finished=finished))
+        return events
+
+    async def Tokenize(  # noqa: N802 # named by the contract
+        self,
+        request: pb.TokenizeRequest,
+        context: grpc.aio.ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse],
+    ) -> pb.TokenizeResponse:
+        if request.model == "nobody":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no model 'nobody'")
+        text = request.text or " ".join(one.content for one in request.chat.messages)
+        ids = list(text.encode())
+        pieces = [chr(one) for one in ids] if request.return_pieces else []
+        return pb.TokenizeResponse(token_ids=ids, pieces=pieces, max_model_len=2048)
+
+    async def Detokenize(  # noqa: N802 # named by the contract
+        self,
+        request: pb.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[pb.DetokenizeRequest, pb.DetokenizeResponse],
+    ) -> pb.DetokenizeResponse:
+        return pb.DetokenizeResponse(text=bytes(request.token_ids).decode())
+
+    async def ListModels(  # noqa: N802 # named by the contract
+        self,
+        request: pb.ListModelsRequest,
+        context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
+    ) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[pb.Model(id="fake", max_model_len=2048, workers=1)])

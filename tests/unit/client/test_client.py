@@ -1,0 +1,213 @@
+"""The synchronous client, used from threads, forks and dying interpreters."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from octavo import Client, ClientClosedError, GenerateResult, InternalError, RequestCancelledError
+
+from tests.unit.client.fake_scheduler import FakeScheduler, expected_text
+
+
+class ThreadedScheduler:
+    """A fake scheduler on an event loop of its own, so that tests may block."""
+
+    def __init__(self) -> None:
+        self.fake = FakeScheduler()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.run(self.fake.start)
+
+    def run(self, function: Callable[..., object], *args: object) -> None:
+        asyncio.run_coroutine_threadsafe(function(*args), self._loop).result(timeout=15)  # type: ignore[arg-type]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        self.run(self.fake.until, condition)
+
+    def close(self) -> None:
+        self.run(self.fake.stop)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture
+def scheduler() -> Iterator[ThreadedScheduler]:
+    threaded = ThreadedScheduler()
+    yield threaded
+    threaded.close()
+
+
+@pytest.fixture
+def client(scheduler: ThreadedScheduler) -> Iterator[Client]:
+    with Client(scheduler.fake.endpoint, connect_timeout=5) as one:
+        yield one
+
+
+def test_generate_chat_and_unary_calls_answer(client: Client) -> None:
+    assert client.generate("hello", max_tokens=3, seed=1).text == expected_text(1, 3)
+    assert client.chat("hello", max_tokens=3, seed=1).text == expected_text(1, 3)
+    assert client.tokenize("hi").token_ids == (104, 105)
+    assert client.detokenize([104, 105]) == "hi"
+    assert [model.id for model in client.models()] == ["fake"]
+
+
+def test_stream_yields_every_token_once(client: Client) -> None:
+    with client.stream("hello", max_tokens=30, seed=1) as stream:
+        text = "".join(delta.text for delta in stream)
+
+    assert text == expected_text(1, 30) == stream.result.text
+
+
+def test_stream_that_fails_raises_after_its_output(client: Client) -> None:
+    stream = client.chat_stream("x", max_tokens=2, seed=1)
+    assert "".join(delta.text for delta in stream) == expected_text(1, 2)
+
+    failing = client.stream("fail STEP_FAILED 13", seed=5)
+    texts = []
+    while "".join(texts) != expected_text(5, 2):
+        texts.append(next(failing).text)
+    with pytest.raises(InternalError):
+        next(failing)
+
+
+def test_batch_and_batch_iter_return_each_outcome(client: Client) -> None:
+    ends = client.batch(["a", "b", "c"], max_tokens=2, seed=1)
+    iterated = dict(client.batch_iter(["a", "b", "c"], max_tokens=2, seed=1))
+
+    assert [end.text for end in ends if isinstance(end, GenerateResult)] == [expected_text(1, 2)] * 3
+    assert sorted(iterated) == [0, 1, 2]
+
+
+def test_many_threads_share_one_client(client: Client, scheduler: ThreadedScheduler) -> None:
+    def work(seed: int) -> bool:
+        if seed % 2:
+            return client.generate("x", max_tokens=5, seed=seed).text == expected_text(seed, 5)
+        return "".join(one.text for one in client.stream("x", max_tokens=5, seed=seed)) == expected_text(
+            seed, 5
+        )
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(work, range(100)))
+    assert scheduler.fake.sessions == 1
+
+
+def test_break_out_of_a_stream_cancels_on_the_server(client: Client, scheduler: ThreadedScheduler) -> None:
+    scheduler.run(scheduler.fake.hold, 3)
+    for _ in client.stream("hello", max_tokens=100, request_id="gone"):
+        break
+    gc.collect()
+
+    scheduler.until(lambda: scheduler.fake.cancelled == ["gone"])
+
+
+def test_close_from_another_thread_ends_a_blocked_stream(
+    client: Client, scheduler: ThreadedScheduler
+) -> None:
+    scheduler.run(scheduler.fake.hold, 0)
+    stream = client.stream("hello", max_tokens=100)
+    with ThreadPoolExecutor(1) as pool:
+        blocked = pool.submit(next, stream)
+        scheduler.until(lambda: len(scheduler.fake.requests) == 1)
+        stream.close()
+        with pytest.raises(RequestCancelledError):
+            blocked.result(timeout=10)
+
+
+def test_client_dropped_ends_its_thread_and_its_requests(scheduler: ThreadedScheduler) -> None:
+    scheduler.run(scheduler.fake.hold, 1)
+    client = Client(scheduler.fake.endpoint)
+    stream = client.stream("hello", max_tokens=100, request_id="dropped")
+    next(stream)
+    (thread,) = (one for one in threading.enumerate() if one.name == "octavo-client")
+
+    del client, stream
+    gc.collect()
+
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    scheduler.until(lambda: "dropped" in scheduler.fake.cancelled)
+
+
+def test_closed_client_refuses_and_closes_again_quietly(client: Client) -> None:
+    client.close()
+    client.close()
+
+    with pytest.raises(ClientClosedError, match="closed"):
+        client.generate("x")
+    with pytest.raises(ClientClosedError, match="closed"):
+        client.stream("x")
+
+
+SCRIPT_PROLOGUE = """
+import os, sys
+import octavo
+client = octavo.Client(sys.argv[1])
+"""
+
+
+def run_script(scheduler: ThreadedScheduler, body: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(  # noqa: S603 # our own interpreter
+        [sys.executable, "-c", SCRIPT_PROLOGUE + body, scheduler.fake.endpoint],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ, "GRPC_VERBOSITY": "NONE"},
+        check=False,
+    )
+
+
+def test_client_carried_over_a_fork_says_so_and_the_parent_goes_on(scheduler: ThreadedScheduler) -> None:
+    body = """
+client.generate("x", max_tokens=1)
+stream = client.stream("x", max_tokens=3)
+child = os.fork()
+if child == 0:
+    try:
+        client.generate("x")
+    except octavo.ClientClosedError as error:
+        print("child:", error.message, flush=True)
+    del client, stream
+    sys.exit(0)
+_, status = os.waitpid(child, 0)
+print("parent:", status, len(list(stream)) > 0, client.generate("x", max_tokens=1).finish_reason.name)
+"""
+    done = run_script(scheduler, body)
+
+    assert "child: the client was made before a fork" in done.stdout, done.stderr
+    assert "parent: 0 True LENGTH" in done.stdout, done.stderr
+    assert done.stderr == ""
+
+
+def test_interpreter_exits_with_a_stream_open_hangs_and_prints_nothing(scheduler: ThreadedScheduler) -> None:
+    scheduler.run(scheduler.fake.hold, 1)
+    done = run_script(scheduler, "stream = client.stream('x', max_tokens=50); next(stream)")
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    scheduler.until(lambda: len(scheduler.fake.cancelled) == 1)
+
+
+def test_interrupt_while_waiting_cancels_the_request(scheduler: ThreadedScheduler) -> None:
+    body = """
+import signal, threading
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+try:
+    client.generate("x", max_tokens=50)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    scheduler.run(scheduler.fake.hold, 0)
+    done = run_script(scheduler, body)
+
+    assert done.stdout == "interrupted\n", done.stderr
+    scheduler.until(lambda: len(scheduler.fake.cancelled) == 1)

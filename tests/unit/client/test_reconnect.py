@@ -1,0 +1,175 @@
+"""What a client makes of schedulers that die, restart, drain or were never there."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from octavo import AsyncClient, InvalidRequestError, UnavailableError
+
+from tests.unit.client.fake_scheduler import FakeScheduler, expected_text, token_id
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def test_scheduler_restarts_in_the_middle_resumes_and_repeats_nothing(
+    client: AsyncClient, scheduler: FakeScheduler
+) -> None:
+    await scheduler.hold(4)
+    stream = client.stream("hello", max_tokens=10)
+    first = await anext(stream)
+    deltas = [first]
+    while sum(len(delta.token_ids) for delta in deltas) < 4:
+        deltas.append(await anext(stream))
+
+    port = scheduler.port
+    await scheduler.stop()
+    await scheduler.start(port)
+    await scheduler.allow()
+    deltas += [delta async for delta in stream]
+
+    seed = stream.result.seed
+    assert seed is not None
+    assert "".join(delta.text for delta in deltas) == expected_text(seed, 10) == stream.result.text
+    assert [one for delta in deltas for one in delta.token_ids] == [token_id(seed, 0, at) for at in range(10)]
+    resumed = scheduler.requests[-1]
+    assert resumed.sampling.seed == seed
+    assert list(resumed.resume[0].token_ids) == [token_id(seed, 0, at) for at in range(4)]
+    assert resumed.resume[0].shown_bytes == len(expected_text(seed, 4).encode())
+
+
+async def test_scheduler_restarts_with_many_choices_running_each_continues(
+    client: AsyncClient, scheduler: FakeScheduler
+) -> None:
+    await scheduler.hold(3)
+    tasks = [
+        asyncio.create_task(client.generate(f"p{seed}", max_tokens=8, n=2, seed=seed)) for seed in range(20)
+    ]
+    await scheduler.until(lambda: scheduler._steps >= 3)
+
+    port = scheduler.port
+    await scheduler.stop()
+    await scheduler.start(port)
+    await scheduler.allow()
+    results = await asyncio.gather(*tasks)
+
+    for seed, result in enumerate(results):
+        assert [choice.text for choice in result.choices] == [expected_text(seed, 8, at) for at in range(2)]
+
+
+async def test_deadline_of_a_resumed_request_counts_from_its_start(
+    client: AsyncClient, scheduler: FakeScheduler
+) -> None:
+    await scheduler.hold(1)
+    stream = client.stream("hello", max_tokens=3, deadline=30.0, ttft_deadline=20.0)
+    await anext(stream)
+
+    port = scheduler.port
+    await scheduler.stop()
+    await scheduler.start(port)
+    await scheduler.allow()
+    _ = [delta async for delta in stream]
+
+    first, second = scheduler.requests
+    assert second.terms.deadline_ms < first.terms.deadline_ms
+    assert first.terms.HasField("ttft_deadline_ms")
+    assert not second.terms.HasField("ttft_deadline_ms")
+
+
+async def test_first_scheduler_dies_the_second_takes_over(scheduler: FakeScheduler) -> None:
+    second = FakeScheduler()
+    await second.start()
+    await scheduler.hold(2)
+    async with AsyncClient([scheduler.endpoint, second.endpoint]) as client:
+        stream = client.stream("hello", max_tokens=6)
+        texts = [(await anext(stream)).text]
+        await scheduler.stop()
+        texts += [delta.text async for delta in stream]
+
+        assert stream.result.seed is not None
+        assert "".join(texts) == expected_text(stream.result.seed, 6)
+    await second.stop()
+
+
+async def test_first_endpoint_unreachable_uses_the_second(scheduler: FakeScheduler) -> None:
+    async with AsyncClient(f"127.0.0.1:{free_port()},{scheduler.endpoint}") as client:
+        assert (await client.generate("hello", max_tokens=1, seed=1)).text == expected_text(1, 1)
+        assert [model.id for model in await client.models()] == ["fake"]
+
+
+async def test_draining_scheduler_keeps_what_runs_and_new_requests_go_elsewhere(
+    scheduler: FakeScheduler,
+) -> None:
+    second = FakeScheduler()
+    await second.start()
+    await scheduler.hold(2)
+    async with AsyncClient([scheduler.endpoint, second.endpoint]) as client:
+        running = asyncio.create_task(client.generate("old", max_tokens=5, seed=1))
+        await scheduler.until(lambda: scheduler._steps >= 2)
+        scheduler.draining = True
+
+        assert (await client.generate("new", max_tokens=3, seed=2)).text == expected_text(2, 3)
+        await scheduler.allow()
+        assert (await running).text == expected_text(1, 5)
+        assert scheduler.cancelled == []
+    await second.stop()
+
+
+async def test_only_scheduler_drains_for_good_gives_up_with_its_reason(scheduler: FakeScheduler) -> None:
+    scheduler.draining = True
+    async with AsyncClient(scheduler.endpoint, connect_timeout=0.2, reconnect_timeout=0.2) as client:
+        with pytest.raises(UnavailableError) as caught:
+            await client.generate("hello")
+    assert caught.value.reason == "DRAINING"
+
+
+async def test_nothing_listens_raises_unavailable_that_names_the_endpoint() -> None:
+    port = free_port()
+    async with AsyncClient(f"127.0.0.1:{port}", connect_timeout=0.2) as client:
+        for attempt in (client.generate("hello"), client.models()):
+            with pytest.raises(UnavailableError, match=f"127.0.0.1:{port}: connection refused"):
+                await attempt
+
+
+async def test_lost_for_longer_than_the_reconnect_timeout_fails_with_the_partial_output(
+    scheduler: FakeScheduler,
+) -> None:
+    await scheduler.hold(2)
+    async with AsyncClient(scheduler.endpoint, reconnect_timeout=0.3) as client:
+        stream = client.stream("hello", max_tokens=6, seed=4)
+        await anext(stream)
+        await scheduler.stop()
+
+        with pytest.raises(UnavailableError) as caught:
+            async for _ in stream:
+                pass
+
+    assert caught.value.partial is not None
+    assert caught.value.partial.text.startswith(expected_text(4, 1))
+
+
+async def test_scheduler_comes_up_late_is_waited_for() -> None:
+    late = FakeScheduler()
+    port = free_port()
+    async with AsyncClient(f"127.0.0.1:{port}", connect_timeout=10) as client:
+        task = asyncio.create_task(client.generate("hello", max_tokens=1, seed=1))
+        await asyncio.sleep(0)
+        await late.start(port)
+        assert (await task).text == expected_text(1, 1)
+    await late.stop()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "nonsense://x", "http://127.0.0.1:1", "127.0.0.1:notaport", "h:70000"]
+)
+def test_malformed_endpoint_is_refused_by_name(endpoint: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        AsyncClient(endpoint)
+
+    assert caught.value.violations[0].field == "endpoint"
