@@ -406,6 +406,7 @@ def report_to_proto(report: Report) -> worker_pb2.Report:
             worker_pb2.StepError(handles=error.handles, kind=error.kind, message=_text(error.message))
             for error in report.errors
         ],
+        simulated=report.simulated,
     )
 
 
@@ -465,6 +466,7 @@ def report_from_proto(message: worker_pb2.Report) -> Report:
         errors=tuple(
             [StepError(tuple(error.handles), error.kind, error.message) for error in message.errors]
         ),
+        simulated=message.simulated,
     )
 
 

@@ -218,6 +218,8 @@ class Report:
     key_events: KeyEvents = KeyEvents()
     timing: StepTiming = StepTiming()
     errors: tuple[StepError, ...] = ()
+    simulated: bool = False
+    """The runner made the tokens and the times up."""
 
 
 def digest_of(lengths: dict[int, int]) -> int:

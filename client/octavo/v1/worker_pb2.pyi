@@ -619,11 +619,14 @@ class Report(google.protobuf.message.Message):
     ERRORS_FIELD_NUMBER: builtins.int
     PREFILLED_HANDLES_FIELD_NUMBER: builtins.int
     PREFILLED_TOKENS_FIELD_NUMBER: builtins.int
+    SIMULATED_FIELD_NUMBER: builtins.int
     step: builtins.int
     status: global___StepStatus.ValueType
     live_count: builtins.int
     """Live sequences after the step, and sum of handle * length over them modulo 2^64."""
     digest: builtins.int
+    simulated: builtins.bool
+    """The runner made the tokens and the times up."""
     @property
     def token_handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """New tokens: handle, how many (empty: one each), position of the first in the sequence, ids."""
@@ -687,9 +690,10 @@ class Report(google.protobuf.message.Message):
         errors: collections.abc.Iterable[global___StepError] | None = ...,
         prefilled_handles: collections.abc.Iterable[builtins.int] | None = ...,
         prefilled_tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        simulated: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key_events", b"key_events", "pool", b"pool", "timing", b"timing"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "digest", b"digest", "errors", b"errors", "finished", b"finished", "first_positions", b"first_positions", "key_events", b"key_events", "live_count", b"live_count", "logprobs", b"logprobs", "pool", b"pool", "prefilled_handles", b"prefilled_handles", "prefilled_tokens", b"prefilled_tokens", "refused", b"refused", "released", b"released", "stalled", b"stalled", "status", b"status", "step", b"step", "timing", b"timing", "token_counts", b"token_counts", "token_handles", b"token_handles", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "digest", b"digest", "errors", b"errors", "finished", b"finished", "first_positions", b"first_positions", "key_events", b"key_events", "live_count", b"live_count", "logprobs", b"logprobs", "pool", b"pool", "prefilled_handles", b"prefilled_handles", "prefilled_tokens", b"prefilled_tokens", "refused", b"refused", "released", b"released", "simulated", b"simulated", "stalled", b"stalled", "status", b"status", "step", b"step", "timing", b"timing", "token_counts", b"token_counts", "token_handles", b"token_handles", "token_ids", b"token_ids"]) -> None: ...
 
 global___Report = Report
 

@@ -138,6 +138,7 @@ def reports(draw: st.DrawFn) -> steps.Report:
                 st.builds(steps.StepError, st.lists(u64, max_size=2).map(tuple), text, text), max_size=2
             ).map(tuple)
         ),
+        simulated=draw(st.booleans()),
     )
 
 

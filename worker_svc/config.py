@@ -1,0 +1,228 @@
+"""Settings of the worker: flags, then environment, then a TOML file, then defaults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+from pydantic_settings import (
+    SettingsError as SourceError,
+)
+
+from worker_svc.errors import SettingsError
+
+ENV_PREFIX: Final = "OCTAVO_WORKER_"
+TOML_TABLE: Final = "worker"
+
+_ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(?P<port>\d{1,5})")
+
+Count = Annotated[int, Field(ge=1)]
+Amount = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=128)]
+
+
+class WorkerSettings(BaseSettings):
+    """Everything that can be set of a worker.
+
+    Each field is also `OCTAVO_WORKER_<NAME>` in the environment and a key of the table `[worker]` in
+    the TOML file. Unknown keys are errors in all three.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        extra="forbid",
+        frozen=True,
+    )
+
+    config_file: Path | None = Field(None, description="TOML file with a table [worker]")
+
+    # What to run
+    model: Name = Field(
+        "demo",
+        description="model folder, GGUF file, name on the Hugging Face hub, `demo`, or `sim` (sim runner)",
+    )
+    runner: Literal["torch", "vllm", "sim"] = Field("torch", description="backend that computes the steps")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the torch runner computes")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="type of the weights"
+    )
+    kv_cache_dtype: str = Field("auto", description="type of keys and values in the cache")
+    quantization: str | None = Field(None, description="quantization of the weights (vllm)")
+    enforce_eager: bool = Field(False, description="no CUDA graphs (vllm)")
+    tensor_parallel_size: Count = Field(1, description="GPUs that share the model (vllm)")
+    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+    num_threads: Count | None = Field(None, description="threads of the runner; by default one per core")
+    vllm_args: dict[str, Any] = Field({}, description="further engine arguments of vLLM, as JSON")
+
+    # How much at once
+    max_num_seqs: Count = Field(32, description="sequences that run at the same time, at most")
+    max_num_batched_tokens: Count = Field(512, description="tokens computed in one step, at most")
+    max_model_len: Count | None = Field(
+        None,
+        description="tokens of one sequence, at most; by default what model and pool can hold",
+    )
+
+    # KV memory
+    block_size: Annotated[int, Field(ge=1, le=256)] = Field(16, description="tokens per KV block")
+    num_blocks: Count | None = Field(None, description="KV blocks on the device")
+    kv_cache_bytes: Count | None = Field(
+        None, description="bytes of KV blocks on the device, instead of num_blocks"
+    )
+    gpu_memory_utilization: Share | None = Field(
+        None,
+        description="share of memory for weights, activations and KV blocks; "
+        "by default 0.9 of a GPU's, 0.25 of what is available on a CPU",
+    )
+    num_host_blocks: Amount | None = Field(None, description="KV blocks in the host tier; by default none")
+    host_kv_bytes: Amount | None = Field(
+        None, description="bytes of the host tier, instead of num_host_blocks"
+    )
+    pin_budget_blocks: Amount | None = Field(
+        None,
+        description="KV blocks that pinned prefixes may hold; by default what the longest sequence leaves",
+    )
+    kv_layout: Literal["paged", "contiguous"] = Field(
+        "paged", description="contiguous: one run per sequence, the control arm of experiments"
+    )
+
+    # Where to be found
+    listen: str = Field(
+        "127.0.0.1:50061",
+        description="address of the gRPC port, as host:port; port 0 is any free one",
+    )
+    metrics_port: Port | None = Field(
+        9465, description="Prometheus metrics on the same host; 0 is any free one, `none` is off"
+    )
+    worker_id: Name | None = Field(None, description="name of this worker in the fleet; by default host:port")
+
+    # Behaviour
+    drain_grace_s: Annotated[float, Field(ge=0)] = Field(
+        30.0, description="seconds that running sequences get after SIGTERM"
+    )
+    enable_faults: bool = Field(False, description="allow fault injection")
+    check_integrity: bool = Field(
+        False, description="check all books after every step, and die if they do not balance"
+    )
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto", description="auto: json unless on a terminal"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least level that is logged"
+    )
+
+    # The sim runner
+    sim_profile: Path | None = Field(
+        None,
+        description="JSON of measured step times for --runner sim; by default the demo model on two cores",
+    )
+    sim_speed: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="the sim runner's clock, as a multiple of real time"
+    )
+
+    @property
+    def host(self) -> str:
+        """Host of `listen`, without the brackets of an IPv6 address."""
+        return self.listen.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """Port of `listen`."""
+        return int(self.listen.rpartition(":")[2])
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for one, other in (("num_blocks", "kv_cache_bytes"), ("num_host_blocks", "host_kv_bytes")):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ValueError(f"{one} and {other} say the same thing: set one of them")
+        match = _ADDRESS.fullmatch(self.listen)
+        if match is None or int(match["port"]) > 65535:
+            raise ValueError(f"listen must be host:port, got {self.listen!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) < max_num_seqs "
+                f"({self.max_num_seqs}): a step computes at least one token of every running sequence"
+            )
+        return self
+
+    @field_validator("metrics_port", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        return None if value == "none" else value
+
+    @field_validator("vllm_args", mode="before")
+    @classmethod
+    def _from_json(cls, value: object) -> object:
+        return json.loads(value) if isinstance(value, str) else value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, environment, then the file that one of them names."""
+        del dotenv_settings, file_secret_settings
+        given = init_settings.init_kwargs if isinstance(init_settings, InitSettingsSource) else {}
+        config_file = given.get("config_file") or os.environ.get(f"{ENV_PREFIX}CONFIG_FILE")
+        table = _read_table(Path(config_file)) if config_file else {}
+        return init_settings, env_settings, InitSettingsSource(settings_cls, table)
+
+    @classmethod
+    def load(cls, flags: Mapping[str, Any]) -> WorkerSettings:
+        """Return the settings in force; `flags` holds only what was given.
+
+        Raises:
+            SettingsError: a key is unknown or a value is wrong; the message names each, one a line.
+        """
+        unknown = sorted(
+            name
+            for name in os.environ
+            if name.startswith(ENV_PREFIX) and name.removeprefix(ENV_PREFIX).lower() not in cls.model_fields
+        )
+        if unknown:
+            raise SettingsError(f"unknown in the environment: {', '.join(unknown)}")
+        try:
+            return cls(**flags)
+        except ValidationError as error:
+            raise SettingsError("\n".join(map(_describe, error.errors()))) from None
+        except SourceError as error:
+            raise SettingsError(f"in the environment: {error}") from None
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: {error}") from None
+    table = tables.get(TOML_TABLE, {})
+    if not isinstance(table, dict):
+        raise SettingsError(f"{path}: {TOML_TABLE} must be a table")
+    return table
+
+
+def _describe(error: ErrorDetails) -> str:
+    where = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"{where}: no such setting"
+    problem = error["msg"].removeprefix("Value error, ")
+    return f"{where}: {problem}, got {error['input']!r}" if where else problem

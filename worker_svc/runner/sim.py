@@ -1,0 +1,174 @@
+"""A runner without a model: steps take the time that a profile says, tokens are made up.
+
+For capacity planning and tests of whole fleets. Scheduling, blocks, protocol and accounting are the
+real ones; nothing that it generates means anything, and everything it reports says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Final
+
+from octavo.sampling import SamplingParams
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from worker_svc.runner.base import BlockCopy, ModelInfo, StepBatch, StepResult
+from worker_svc.runner.steptime import StepLoad, StepTimes
+
+KV_BYTES_PER_TOKEN: Final = 23_040
+"""As SmolLM2-135M in bfloat16: 30 layers x 3 heads x 64 values x 2 (key, value) x 2 bytes."""
+DEVICE_BYTES: Final = 8 * 2**30
+COPY_BYTES_PER_S: Final = 10e9
+CONTEXT: Final = 8192
+
+_SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_EOS: Final = 2
+_TEMPLATE: Final = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_MASK: Final = 2**64 - 1
+
+
+class SimRunner:
+    """Sleeps for as long as a step would take.
+
+    A token is a pure function of (seed, choice, position, previous token): batches, chunks, restarts
+    and moves change nothing. End-of-sequence tokens never come up; requests end by max_tokens.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        times: StepTimes,
+        speed: float = 1.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._info = info
+        self._times = times
+        self._speed = speed
+        self._sleep = sleep
+        self._block_bytes = 0
+        ends = set(info.eos_token_ids)
+        self._vocabulary = [token_id for token_id in range(info.vocab_size) if token_id not in ends]
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model that is simulated."""
+        return self._info
+
+    def available_kv_bytes(self, utilization: float) -> int:
+        """Return a share of an imaginary device."""
+        return int(DEVICE_BYTES * utilization)
+
+    def allocate(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
+        """Take nothing: blocks have no contents here."""
+        del num_blocks, num_host_blocks
+        self._block_bytes = block_size * self._info.kv_bytes_per_token
+
+    def supports(self, sampling: SamplingParams) -> str | None:
+        """Refuse what would need a model."""
+        if sampling.structured is not None:
+            return "structured output: simulated tokens follow no grammar"
+        if sampling.logprobs is not None:
+            return "logprobs: simulated tokens have no probabilities"
+        return None
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Sleep, then make up the tokens."""
+        self._sleep(self._times.predict(load_of(batch)) / self._speed)
+        token_ids = {}
+        for row in batch.rows:
+            if row.sample:
+                sequence = row.sequence
+                position = row.start + row.num_tokens
+                noise = _noise(
+                    sequence.sampling.seed or 0, sequence.choice, position, sequence.token_ids[position - 1]
+                )
+                token_ids[sequence.handle] = self._vocabulary[noise % len(self._vocabulary)]
+        return StepResult(token_ids, {})
+
+    def copy_to_host(self, copies: Seq[BlockCopy]) -> None:
+        """Sleep for as long as the copies would take."""
+        self._sleep(len(copies) * self._block_bytes / COPY_BYTES_PER_S / self._speed)
+
+    def copy_to_device(self, copies: Seq[BlockCopy]) -> SimCopy:
+        """Return a ticket that is due when the copies would be done."""
+        return SimCopy(time.monotonic() + len(copies) * self._block_bytes / COPY_BYTES_PER_S / self._speed)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class SimCopy:
+    """A copy that takes its time."""
+
+    def __init__(self, due: float) -> None:
+        self._due = due
+
+    def done(self) -> bool:
+        """Return whether the time has passed."""
+        return time.monotonic() >= self._due
+
+
+def load_of(batch: StepBatch) -> StepLoad:
+    """Return what a batch computes."""
+    decodes = prefill = context = 0
+    pairs = 0.0
+    for row in batch.rows:
+        if row.num_tokens == 1 and row.sequence.prefill_done:
+            decodes += 1
+            context += row.start + 1
+        else:
+            prefill += row.num_tokens
+            pairs += row.num_tokens * (row.start + row.num_tokens / 2)
+    return StepLoad(decodes, prefill, context, pairs)
+
+
+def _noise(seed: int, choice: int, position: int, previous: int) -> int:
+    """Mix four numbers into 64 bits (the finalizer of splitmix64, Steele et al. 2014, per number)."""
+    state = 0
+    for value in (seed, choice, position, previous):
+        state = (state + value + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def byte_level_tokenizer() -> str:
+    """Return a tokenizer.json of one token per byte, after the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(_SPECIAL))
+    text: str = tokenizer.to_str()
+    return text
+
+
+def built_in_model() -> ModelInfo:
+    """Return the description of `--model sim`, which needs no download."""
+    tokenizer = byte_level_tokenizer()
+    return ModelInfo(
+        model_id="sim",
+        revision="sim-1",
+        runner="sim",
+        dtype="simulated",
+        kv_dtype="simulated",
+        vocab_size=Tokenizer.from_str(tokenizer).get_vocab_size(),
+        max_model_len=CONTEXT,
+        eos_token_ids=(_EOS,),
+        bos_token_id=None,
+        add_bos_token=False,
+        generation_defaults=SamplingParams(),
+        chat_template=_TEMPLATE,
+        special_tokens={"eos_token": _SPECIAL[_EOS]},
+        tokenizer_files={"tokenizer.json": tokenizer.encode()},
+        kv_bytes_per_token=KV_BYTES_PER_TOKEN,
+        device="sim",
+    )
