@@ -173,6 +173,29 @@ class SchedulerCore:
         """Return the figures of the moment."""
         return take_snapshot(self._lifecycle, self._pools, now)
 
+    # For observers -------------------------------------------------------------------------------
+
+    def explain_to(self, explain: Explain | None) -> None:
+        """Call `explain` from now on for each waiting sequence that a plan passes over."""
+        self._explain = explain
+        for planner in self._planners.values():
+            planner.explain = explain
+
+    def find(self, request_id: str) -> Request | None:
+        """Return a live request, to be looked at and not changed."""
+        return self._lifecycle.requests.get(request_id)
+
+    def queue_position(self, request_id: str, now: float) -> tuple[int, int] | None:
+        """Return how many sequences wait ahead of a request and how many wait in all, if it waits."""
+        request = self.find(request_id)
+        if request is None:
+            return None
+        queue = self._pools[request.spec.model].queue
+        for position, sequence in enumerate(queue.order(now)):
+            if sequence.request is request:
+                return position, len(queue)
+        return None
+
     # Inside --------------------------------------------------------------------------------------
 
     def _pool(self, model: str) -> ModelPool:

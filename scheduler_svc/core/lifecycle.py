@@ -33,7 +33,7 @@ class Lifecycle:
         self.deadlines: TimerWheel[str] = TimerWheel()
         self.arrivals = 0
         self.outcomes: Counter[str] = Counter()
-        self._starts: dict[int, Rate] = {}
+        self._starts: dict[ModelPool, Rate] = {}
 
     # Beginning -----------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class Lifecycle:
 
     def started(self, pool: ModelPool, sequence: Sequence, now: float) -> None:
         """A worker has taken a sequence: its wait is over."""
-        self._starts.setdefault(id(pool), Rate()).add(now)
+        self._starts.setdefault(pool, Rate()).add(now)
         if len(sequence.request.sequences) == 1:
             self._arm(sequence.request)
 
@@ -215,7 +215,7 @@ class Lifecycle:
 
     def start_rate(self, pool: ModelPool, now: float) -> float | None:
         """Return sequences started per second, lately."""
-        rate = self._starts.get(id(pool))
+        rate = self._starts.get(pool)
         return rate.per_s(now) if rate is not None else None
 
     def estimated_wait_s(self, pool: ModelPool, now: float) -> float | None:

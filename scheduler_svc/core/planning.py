@@ -89,7 +89,7 @@ class ContinuousPlanner:
     def __init__(self, config: CoreConfig, pool: ModelPool, explain: Explain | None = None) -> None:
         self._config = config
         self._pool = pool
-        self._explain = explain
+        self.explain = explain
 
     def plan(self, worker: WorkerState, now: float, out: list[Effect]) -> Draft | None:
         """Return a draft for the worker's next step, or None when there is nothing to do."""
@@ -157,8 +157,8 @@ class ContinuousPlanner:
             if verdict is None:
                 continue
             reason, figures = verdict
-            if self._explain is not None:
-                self._explain(sequence, draft.worker, reason, figures)
+            if self.explain is not None:
+                self.explain(sequence, draft.worker, reason, figures)
             if reason in {"blocks", "max_num_seqs"} and misses == 0:
                 self._make_room(draft, sequence, out)
             if reason in {"max_num_seqs", "token_budget"}:

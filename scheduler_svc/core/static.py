@@ -25,7 +25,7 @@ class StaticPlanner:
         assert config.static is not None
         self._static: StaticConfig = config.static
         self._pool = pool
-        self._explain = explain
+        self.explain = explain
 
     def plan(self, worker: WorkerState, now: float, out: list[Effect]) -> Draft | None:
         """Return a draft for the worker's next step, or None when no batch is ready."""
@@ -78,8 +78,8 @@ class StaticPlanner:
         reserved = request.max_total_tokens
         blocks = worker.blocks_for(reserved)
         if blocks > draft.available or len(draft.admitted) >= worker.max_num_seqs:
-            if self._explain is not None:
-                self._explain(sequence, worker, "blocks", {"needed": blocks, "available": draft.available})
+            if self.explain is not None:
+                self.explain(sequence, worker, "blocks", {"needed": blocks, "available": draft.available})
             return
         self._pool.queue.start(sequence)
         sequence.transition(Status.RUNNING)
