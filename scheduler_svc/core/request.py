@@ -168,9 +168,11 @@ class Request:
     def from_spec(cls, spec: NewRequest, now: float, block_size: int | None) -> Request:
         """Make the request and its sequences; siblings that can share the prompt's blocks are held.
 
-        Without a block size nothing has a key.
+        Without a block size or a root key nothing has a key.
         """
         request = cls(spec, now)
+        if not spec.root_key:
+            block_size = None
         choices = spec.sampling.n or 1
         for choice in range(choices):
             tokens = [*spec.prompt_token_ids, *spec.resumed.get(choice, ())]
