@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.protocol.steps import TokenLogprobs
 from octavo.sampling import SamplingParams
+
 from worker_svc.sequence import Sequence
 
 Progress = Callable[[str, float], None]
@@ -37,12 +39,13 @@ class ModelInfo:
     device: str = "cpu"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """One sequence's share of a step: compute tokens [start, start + num_tokens) of it.
 
     `start` is `sequence.num_computed_tokens`. With `sample`, the last of them yields the next token.
-    The runner must not change the sequence.
+    The runner must change neither the row nor the sequence. The engine uses the rows of decodes
+    again in the next step, so a row is good until `execute` returns.
     """
 
     sequence: Sequence
@@ -53,7 +56,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One packed batch. Rows come in the order in which the sequences were admitted."""
+    """One packed batch. Rows come in the order in which the sequences were admitted.
+
+    After a failed step `added` and `removed` may name again what the runner has seen in it, and
+    `removed` may name handles that it has never seen.
+    """
 
     rows: tuple[Row, ...]
     added: tuple[Sequence, ...] = ()

@@ -1,0 +1,235 @@
+"""The block pool: reference counts, the index of content keys, and the blocks that may be evicted."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import cast
+
+from worker_svc.kv.errors import DoubleFree, ForeignBlock, OutOfBlocks, UseAfterFree, require
+from worker_svc.kv.runs import FreeRuns
+
+EvictedBlock = tuple[int, bytes]
+"""A block that was taken away from the cache, and the key it had."""
+
+
+class BlockPool:
+    """Blocks `first_block` .. `first_block + num_blocks - 1`, each in exactly one state.
+
+    - free: nobody holds it, it has no key;
+    - evictable: nobody holds it, its contents stay in the cache under its key, least recently used
+      first;
+    - active: held by `ref_count` owners.
+
+    A held block may have a key, too; then others may share it. Every operation either succeeds or
+    raises and changes nothing.
+    """
+
+    def __init__(self, num_blocks: int, first_block: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self.first_block = first_block
+        self.evictions = 0
+        """Blocks evicted since the start. A match is good for as long as this stands still."""
+        end = first_block + num_blocks
+        self._ref_counts = [0] * end
+        self._keys: list[bytes | None] = [None] * end
+        self._block_of: dict[bytes, int] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._free = FreeRuns(first_block, num_blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return self._free.num_free
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that hold cached contents and nobody uses."""
+        return len(self._evictable)
+
+    @property
+    def num_active(self) -> int:
+        """Blocks in use."""
+        return self.num_blocks - self._free.num_free - len(self._evictable)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give."""
+        return self._free.num_free + len(self._evictable)
+
+    @property
+    def largest_free_run(self) -> int:
+        """Length of the longest run of free neighbours."""
+        return self._free.longest
+
+    @property
+    def keys(self) -> Iterable[bytes]:
+        """Keys in the cache, in use or not."""
+        return self._block_of.keys()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._block_of
+
+    def block_of(self, key: bytes) -> int | None:
+        """Return the block that holds the contents of `key`."""
+        return self._block_of.get(key)
+
+    def key_of(self, block: int) -> bytes | None:
+        """Return the key under which a block was published."""
+        self._counts_of((block,))
+        return self._keys[block]
+
+    def ref_count(self, block: int) -> int:
+        """Return how many owners hold a block."""
+        return self._counts_of((block,))[0]
+
+    def ref_counts(self) -> dict[int, int]:
+        """Return the reference count of every block; for audits."""
+        return dict(enumerate(self._ref_counts[self.first_block :], self.first_block))
+
+    def match(self, keys: Seq[bytes]) -> list[int]:
+        """Return the blocks of the longest cached prefix of a chain of keys."""
+        found = list(map(self._block_of.get, keys))
+        if None in found:
+            del found[found.index(None) :]
+        return cast("list[int]", found)
+
+    def acquire(self, blocks: Seq[int]) -> None:
+        """Become one more owner of each of these distinct blocks.
+
+        Raises:
+            UseAfterFree: one of them is free.
+            ForeignBlock: one of them is not of this pool.
+        """
+        ref_counts = self._ref_counts
+        evictable = self._evictable
+        if blocks and min(blocks) < self.first_block:
+            raise ForeignBlock(f"block {min(blocks)} is below {self.first_block}")
+        position = 0
+        try:
+            for position, block in enumerate(blocks):  # noqa: B007  the handler needs it
+                count = ref_counts[block]
+                if not count:
+                    del evictable[block]
+                ref_counts[block] = count + 1
+        except (IndexError, KeyError):
+            self.release(blocks[:position])
+            self._counts_of(blocks)
+            raise UseAfterFree(f"block {blocks[position]} is free") from None
+
+    def allocate(self, count: int) -> tuple[list[int], list[EvictedBlock]]:
+        """Take `count` blocks, evicting cached ones where free ones do not suffice.
+
+        Returns the blocks and what was evicted from some of them: whoever wants to keep that must
+        copy it before the blocks are written.
+
+        Raises:
+            OutOfBlocks: there are not so many; nothing was taken.
+        """
+        missing = count - self._free.num_free
+        if missing > len(self._evictable):
+            raise OutOfBlocks(count, self.num_available)
+        if missing <= 0:
+            blocks = self._free.take(count)
+            evicted: list[EvictedBlock] = []
+        else:
+            evicted = self._evict(missing)
+            blocks = self._free.take(self._free.num_free)
+            blocks.extend(block for block, _ in evicted)
+        ref_counts = self._ref_counts
+        for block in blocks:
+            ref_counts[block] = 1
+        return blocks, evicted
+
+    def release(self, blocks: Seq[int]) -> None:
+        """Give up one ownership of each of these distinct blocks of a sequence, given head first.
+
+        Blocks go tail first, so that eviction takes the tail of a chain before its head.
+
+        Raises:
+            DoubleFree: nobody holds one of them.
+            ForeignBlock: one of them is not of this pool.
+        """
+        ref_counts = self._ref_counts
+        keys = self._keys
+        evictable = self._evictable
+        freed: list[int] = []
+        counts = self._counts_of(blocks)
+        if 0 in counts:
+            raise DoubleFree(f"block {blocks[counts.index(0)]} is not held")
+        for block, count in zip(reversed(blocks), reversed(counts), strict=True):
+            ref_counts[block] = count - 1
+            if count == 1:
+                if keys[block] is None:
+                    freed.append(block)
+                else:
+                    evictable[block] = None
+        self._free.give(freed)
+
+    def publish(self, block: int, key: bytes) -> bool:
+        """Let others find a held block under `key`. Return False, and change nothing, when the key is
+        taken or the block has one.
+
+        Raises:
+            UseAfterFree: nobody holds the block.
+        """
+        if self._counts_of((block,)) == [0]:
+            raise UseAfterFree(f"block {block} is free")
+        if self._keys[block] is not None or key in self._block_of:
+            return False
+        self._keys[block] = key
+        self._block_of[key] = block
+        return True
+
+    def evict(self, count: int) -> list[EvictedBlock]:
+        """Turn the `count` least recently used evictable blocks, or as many as there are, into free ones."""
+        evicted = self._evict(min(count, len(self._evictable)))
+        self._free.give([block for block, _ in evicted])
+        return evicted
+
+    def check_integrity(self) -> None:
+        """Verify every invariant from scratch; raise IntegrityError naming the one that is broken."""
+        known = range(self.first_block, self.first_block + self.num_blocks)
+        self._free.check_integrity()
+        free = set(self._free.blocks())
+        active = {block for block in known if self._ref_counts[block]}
+        require("free blocks belong to the pool", free <= set(known), free - set(known))
+        require("evictable blocks belong to the pool", self._evictable.keys() <= set(known))
+        require("no free block is evictable", free.isdisjoint(self._evictable), free & self._evictable.keys())
+        require("no active block is free", free.isdisjoint(active), free & active)
+        require("no active block is evictable", active.isdisjoint(self._evictable), active)
+        counted = len(free) + len(self._evictable) + len(active)
+        require("free + evictable + active == total", counted == self.num_blocks, counted)
+        require("no count is negative", all(self._ref_counts[block] >= 0 for block in known))
+        require("reserved blocks are never held", not any(self._ref_counts[: self.first_block]))
+        keyed = {block: key for block in known if (key := self._keys[block]) is not None}
+        require("free blocks have no key", free.isdisjoint(keyed), free & keyed.keys())
+        require("evictable blocks have a key", self._evictable.keys() <= keyed.keys())
+        index = {key: block for block, key in keyed.items()}
+        require("index and blocks agree on keys", index == self._block_of and len(index) == len(keyed))
+
+    def _evict(self, count: int) -> list[EvictedBlock]:
+        """Take the least recently used `count` blocks out of the cache; they are in no state then."""
+        evicted: list[EvictedBlock] = []
+        pop = self._evictable.popitem
+        for _ in range(count):
+            block, _unused = pop(last=False)
+            key = self._keys[block]
+            assert key is not None, "evictable blocks have a key"
+            self._keys[block] = None
+            del self._block_of[key]
+            evicted.append((block, key))
+        self.evictions += count
+        return evicted
+
+    def _counts_of(self, blocks: Seq[int]) -> list[int]:
+        """Return the reference counts of blocks, which all must be of this pool."""
+        ref_counts = self._ref_counts
+        try:
+            counts = [ref_counts[block] for block in blocks]
+        except IndexError:
+            counts = []
+        if len(counts) != len(blocks) or (counts and min(blocks) < self.first_block):
+            raise ForeignBlock(f"not all of {blocks} are in [{self.first_block}, {len(ref_counts)})")
+        return counts
