@@ -66,6 +66,7 @@ class Call:
 
     __slots__ = (
         "_accepted_by",
+        "_fresh",
         "_live",
         "_on_change",
         "_outputs",
@@ -92,6 +93,7 @@ class Call:
         self._outputs = [_Output() for _ in range(max(1, request.sampling.n))]
         self._on_change = on_change
         self._live = live
+        self._fresh = False
         self._accepted_by: object = None
 
     def accepted_by(self, stream: object) -> bool:
@@ -128,6 +130,7 @@ class Call:
                 # A choice that had ended before the stream was lost is not told twice.
                 if output.finished is None:
                     output.add(delta)
+                    self._fresh = True
                     if self._live:
                         self._on_change()
             case "finished":
@@ -178,10 +181,14 @@ class Call:
         self._on_change()
 
     def take(self) -> Delta | None:
-        """Return output that was not taken yet, or None."""
+        """Return output that was not taken yet, or None. May run on another thread."""
+        if not self._fresh:
+            return None
+        self._fresh = False
         for index, output in enumerate(self._outputs):
             delta = output.take(index)
             if delta is not None:
+                self._fresh = len(self._outputs) > 1
                 return delta
         return None
 

@@ -8,6 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar, cast
 
+# gRPC's own fork handlers crash a child forked while an event loop uses it (seen in one fork of eight).
+# Without them a child may do anything but use the client, and that is refused by the client itself.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 import grpc
 import grpc.aio
 
