@@ -56,6 +56,7 @@ class WorkerSettings(BaseSettings):
         "demo",
         description="model folder, GGUF file, name on the Hugging Face hub, `demo`, or `sim` (sim runner)",
     )
+    revision: Name | None = Field(None, description="branch, tag or commit of a model on the hub")
     runner: Literal["torch", "vllm", "sim"] = Field("torch", description="backend that computes the steps")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the torch runner computes")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(

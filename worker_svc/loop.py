@@ -8,9 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from octavo.protocol.steps import Plan, PoolReport, Report
+
+from worker_svc.kv.memory import PinOutcome
+from worker_svc.runner.base import ModelInfo
+from worker_svc.sizing import Sizing
 
 T = TypeVar("T")
 _US_PER_S = 1_000_000
@@ -30,11 +34,11 @@ class StepEngine(Protocol):
     def cancel(self, handles: Iterable[int]) -> None:
         """Drop sequences, and those that a plan still on its way would admit."""
 
-    def pin(self, name: str, keys: tuple[bytes, ...]) -> None:
+    def pin(self, name: str, keys: tuple[bytes, ...]) -> PinOutcome:
         """Keep these blocks on the device; replaces the pin of that name."""
 
-    def unpin(self, name: str) -> None:
-        """Let a pin go."""
+    def unpin(self, name: str) -> int:
+        """Let a pin go; return how many blocks it held alone."""
 
     def drop_all(self) -> None:
         """Drop all sequences and keep the cache; handles start anew."""
@@ -46,7 +50,15 @@ class StepEngine(Protocol):
         """Return the state of the pool."""
 
 
-EngineT = TypeVar("EngineT", bound=StepEngine)
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An engine over a loaded model."""
+
+    engine: StepEngine
+    info: ModelInfo
+    sizing: Sizing
+
+
 Deliver = Callable[[Report], None]
 
 
@@ -56,7 +68,7 @@ class _Step:
     deliver: Deliver
 
 
-class EngineLoop(Generic[EngineT]):
+class EngineLoop:
     """One thread that builds the engine and is the only one to touch it.
 
     Two queues feed it: calls, which are made at the next step boundary, and plans, which run in order
@@ -64,17 +76,21 @@ class EngineLoop(Generic[EngineT]):
     event loop that started the thread.
     """
 
-    def __init__(self, build: Callable[[], EngineT], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        build: Callable[[], Loaded],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._build = build
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._calls: deque[Callable[[EngineT], None]] = deque()
+        self._calls: deque[Callable[[StepEngine], None]] = deque()
         self._plans: deque[_Step] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.ready: asyncio.Future[EngineT] = self._loop.create_future()
-        """The engine, once built. Look, but touch only from within `call`."""
+        self.ready: asyncio.Future[Loaded] = self._loop.create_future()
+        """What was built. The engine may be touched only from within `call`."""
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done when the thread has ended; holds the exception that ended it, `build`'s included."""
 
@@ -88,11 +104,11 @@ class EngineLoop(Generic[EngineT]):
             self._plans.append(_Step(plan, deliver))
             self._wake.notify()
 
-    def call(self, function: Callable[[EngineT], T]) -> asyncio.Future[T]:
+    def call(self, function: Callable[[StepEngine], T]) -> asyncio.Future[T]:
         """Call `function` with the engine at the next step boundary, before queued plans."""
         result: asyncio.Future[T] = self._loop.create_future()
 
-        def call(engine: EngineT) -> None:
+        def call(engine: StepEngine) -> None:
             value = function(engine)
             self._post(lambda: None if result.done() else result.set_result(value))
 
@@ -117,9 +133,9 @@ class EngineLoop(Generic[EngineT]):
     def _run(self) -> None:
         failure: BaseException | None = None
         try:
-            engine = self._build()
-            self._post(lambda: self.ready.set_result(engine))
-            self._work(engine)
+            loaded = self._build()
+            self._post(lambda: self.ready.set_result(loaded))
+            self._work(loaded.engine)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the process must learn of it
             failure = error
         self._post(lambda: self._end(failure))
@@ -130,7 +146,7 @@ class EngineLoop(Generic[EngineT]):
         else:
             self.ended.set_exception(failure)
 
-    def _work(self, engine: EngineT) -> None:
+    def _work(self, engine: StepEngine) -> None:
         idle_since: float | None = None
         while True:
             step = self._next(engine)
@@ -144,7 +160,7 @@ class EngineLoop(Generic[EngineT]):
             report = replace(report, timing=replace(report.timing, bubble_us=bubble_us))
             self._post(lambda deliver=step.deliver, report=report: deliver(report))  # type: ignore[misc]
 
-    def _next(self, engine: EngineT) -> _Step | None:
+    def _next(self, engine: StepEngine) -> _Step | None:
         """Make the calls that are due and return the next plan; None to stop."""
         while True:
             with self._wake:

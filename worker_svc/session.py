@@ -61,9 +61,7 @@ class Cache:
 class Session:
     """One scheduler's stream: checks what comes in, keeps the order of what goes out."""
 
-    def __init__(
-        self, hello: worker_pb2.Hello, terms: Terms, loop: EngineLoop[StepEngine], metrics: Metrics
-    ) -> None:
+    def __init__(self, hello: worker_pb2.Hello, terms: Terms, loop: EngineLoop, metrics: Metrics) -> None:
         self.scheduler_id = hello.scheduler_id
         self.epoch = hello.epoch
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -189,10 +187,7 @@ class Session:
         return None if problem is None else Refused(admit.handle, RefuseReason.UNSUPPORTED, problem)
 
     def _on_pin(self, name: str, keys: tuple[bytes, ...]) -> None:
-        if keys:
-            self._loop.call(lambda engine: engine.pin(name, keys))
-        else:
-            self._loop.call(lambda engine: engine.unpin(name))
+        self._loop.call(partial(_pin, name=name, keys=keys))
 
     def _on_report(self, report: Report) -> None:
         if turned_away := self._turned_away.pop(report.step, ()):
@@ -215,7 +210,7 @@ class Session:
 class Sessions:
     """Holds the one session there may be, and decides who gets it."""
 
-    def __init__(self, terms: Terms, loop: EngineLoop[StepEngine], metrics: Metrics) -> None:
+    def __init__(self, terms: Terms, loop: EngineLoop, metrics: Metrics) -> None:
         self._terms = terms
         self._loop = loop
         self._metrics = metrics
@@ -225,9 +220,9 @@ class Sessions:
         """Set once draining and without a session."""
 
     @property
-    def current(self) -> Session | None:
-        """The session, if there is one."""
-        return self._current
+    def num_live(self) -> int:
+        """Sequences that live."""
+        return self._current.num_live if self._current else 0
 
     def open(self, hello: worker_pb2.Hello) -> Session:
         """Begin a session; the sequences of the one before are gone before its Welcome is sent.
@@ -302,6 +297,15 @@ def _read_cache(engine: StepEngine) -> Cache:
 
 def _cancel(engine: StepEngine, handles: tuple[int, ...]) -> None:
     engine.cancel(handles)
+
+
+def _pin(engine: StepEngine, name: str, keys: tuple[bytes, ...]) -> None:
+    if not keys:
+        log.info("prefix_unpinned", name=name, freed_blocks=engine.unpin(name))
+        return
+    outcome = engine.pin(name, keys)
+    event = "prefix_pinned" if outcome.accepted else "pin_refused"
+    log.info(event, name=name, wanted_blocks=outcome.wanted_blocks, held_blocks=outcome.held_blocks)
 
 
 def _drop_all(engine: StepEngine) -> None:

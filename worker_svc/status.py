@@ -13,7 +13,7 @@ DOMAIN = "octavo.v1"
 DETAILS_KEY = "grpc-status-details-bin"
 
 
-class Refusal(Exception):  # noqa: N818 - the peer is at fault, or too early
+class Refusal(Exception):
     """A call that ends with `code`; `reason` is stable and machine-readable."""
 
     def __init__(self, code: grpc.StatusCode, reason: str, message: str, **metadata: str) -> None:

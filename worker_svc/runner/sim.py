@@ -14,9 +14,12 @@ from typing import Final
 from octavo.sampling import SamplingParams
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from worker_svc.config import WorkerSettings
+from worker_svc.errors import SettingsError
 from worker_svc.runner.base import BlockCopy, ModelInfo, StepBatch, StepResult
-from worker_svc.runner.steptime import StepLoad, StepTimes
+from worker_svc.runner.steptime import StepLoad, StepTimes, read_profile
 
+BUILT_IN: Final = "sim"
 KV_BYTES_PER_TOKEN: Final = 23_040
 """As SmolLM2-135M in bfloat16: 30 layers x 3 heads x 64 values x 2 (key, value) x 2 bytes."""
 DEVICE_BYTES: Final = 8 * 2**30
@@ -139,6 +142,18 @@ def _noise(seed: int, choice: int, position: int, previous: int) -> int:
     return state
 
 
+def load(settings: WorkerSettings) -> SimRunner:
+    """Return the runner that the settings describe.
+
+    Raises:
+        SettingsError: the profile of step times cannot be read, or another model was asked for.
+    """
+    if settings.model != BUILT_IN:
+        raise SettingsError(f"the sim runner has a tokenizer of its own: --model {BUILT_IN}")
+    times = StepTimes() if settings.sim_profile is None else read_profile(settings.sim_profile)
+    return SimRunner(built_in_model(), times, settings.sim_speed)
+
+
 def byte_level_tokenizer() -> str:
     """Return a tokenizer.json of one token per byte, after the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -155,7 +170,7 @@ def built_in_model() -> ModelInfo:
     """Return the description of `--model sim`, which needs no download."""
     tokenizer = byte_level_tokenizer()
     return ModelInfo(
-        model_id="sim",
+        model_id=BUILT_IN,
         revision="sim-1",
         runner="sim",
         dtype="simulated",

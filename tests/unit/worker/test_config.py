@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from worker_svc.config import WorkerSettings
+from worker_svc.errors import SettingsError
+
+
+def test_settings_flag_beats_environment_beats_file_beats_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "octavo.toml"
+    file.write_text("[worker]\nmax_num_seqs = 4\nblock_size = 4\nnum_blocks = 4\n[scheduler]\nother = 1\n")
+    monkeypatch.setenv("OCTAVO_WORKER_BLOCK_SIZE", "8")
+    monkeypatch.setenv("OCTAVO_WORKER_NUM_BLOCKS", "8")
+    settings = WorkerSettings.load({"config_file": str(file), "num_blocks": "16"})
+    found = (settings.num_blocks, settings.block_size, settings.max_num_seqs, settings.max_num_batched_tokens)
+    assert found == (16, 8, 4, 512)
+
+
+def test_settings_bind_to_loopback_and_run_no_foreign_code_by_default() -> None:
+    settings = WorkerSettings.load({})
+    assert (settings.host, settings.port, settings.metrics_port) == ("127.0.0.1", 50061, 9465)
+    assert not settings.trust_remote_code
+    assert not settings.enable_faults
+
+
+def test_settings_listen_takes_ipv6_and_metrics_can_be_off() -> None:
+    settings = WorkerSettings.load({"listen": "[::1]:0", "metrics_port": "none"})
+    assert (settings.host, settings.port, settings.metrics_port) == ("::1", 0, None)
+
+
+def test_settings_vllm_args_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert WorkerSettings.load({"vllm_args": '{"seed": 1}'}).vllm_args == {"seed": 1}
+    monkeypatch.setenv("OCTAVO_WORKER_VLLM_ARGS", '{"seed": 2}')
+    assert WorkerSettings.load({}).vllm_args == {"seed": 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"blok_size": 1}, "blok_size: no such setting"),
+        ({"block_size": 0}, "block_size: "),
+        ({"runner": "jax"}, "runner: "),
+        ({"listen": "50061"}, "listen must be host:port"),
+        ({"listen": "localhost:99999"}, "listen must be host:port"),
+        ({"num_blocks": 1, "kv_cache_bytes": 1}, "num_blocks and kv_cache_bytes"),
+        (
+            {"max_num_seqs": 64, "max_num_batched_tokens": 32},
+            "max_num_batched_tokens (32) < max_num_seqs (64)",
+        ),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: "),
+        ({"vllm_args": "{"}, "vllm_args: "),
+        ({"config_file": "/no/such/file.toml"}, "/no/such/file.toml: No such file"),
+    ],
+)
+def test_settings_that_are_wrong_are_refused_naming_them(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        WorkerSettings.load(flags)
+    assert message in str(caught.value)
+
+
+def test_settings_with_several_faults_names_all_of_them() -> None:
+    with pytest.raises(SettingsError) as caught:
+        WorkerSettings.load({"block_size": 0, "max_num_seqs": "many", "nonsense": 1})
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "max_num_seqs",
+        "block_size",
+        "nonsense",
+    ]
+
+
+def test_settings_unknown_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_WORKER_BLOCKSIZE", "8")
+    with pytest.raises(SettingsError, match="OCTAVO_WORKER_BLOCKSIZE"):
+        WorkerSettings.load({})
+
+
+@pytest.mark.parametrize("text", ["[worker]\nblocksize = 8\n", "worker = 1\n", "[worker\n"])
+def test_settings_file_that_is_wrong_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "octavo.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError):
+        WorkerSettings.load({"config_file": file})
+
+
+def test_settings_every_field_has_a_description() -> None:
+    assert [name for name, field in WorkerSettings.model_fields.items() if not field.description] == []

@@ -1,0 +1,172 @@
+"""The worker process: from settings to exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from functools import partial
+from typing import Any, Final
+
+import structlog
+
+from worker_svc import logging as worker_logging
+from worker_svc.config import WorkerSettings
+from worker_svc.describe import describe
+from worker_svc.errors import AddressTaken, ModelLoadError, SettingsError, WorkerError
+from worker_svc.load import load
+from worker_svc.loop import EngineLoop, Loaded
+from worker_svc.metrics import Metrics, MetricsServer
+from worker_svc.progress import LoadingProgress
+from worker_svc.server import Business, WorkerServer, WorkerService
+from worker_svc.session import Sessions, Terms
+
+EXIT_FAILED: Final = 1
+EXIT_CODES: Final[dict[type[WorkerError], int]] = {SettingsError: 2, ModelLoadError: 3, AddressTaken: 4}
+"""For a worker that cannot start. One that cannot go on exits with EXIT_FAILED, a drained one with 0."""
+
+_CLOSE_S: Final = 1.0
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+log = structlog.get_logger(__name__)
+
+
+def run(settings: WorkerSettings) -> int:
+    """Serve until told to stop; return the exit code.
+
+    A runner that hangs cannot keep the process alive: then this function does not return, it exits.
+    """
+    worker_logging.configure(settings.log_format, settings.log_level)
+    worker = WorkerProcess(settings)
+    try:
+        code = asyncio.run(worker.serve())
+    except tuple(EXIT_CODES) as error:
+        log.error("worker_cannot_start", reason=error.reason, problem=str(error))  # noqa: TRY400 # no bug, no trace
+        code = EXIT_CODES[type(error)]
+    if not worker.engine_stopped:
+        os._exit(code)
+    return code
+
+
+class WorkerProcess:
+    """Port, engine thread and signals of one worker."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.engine_stopped = True
+        """Whether the engine's thread is gone, so that the interpreter can end in good order."""
+        self._settings = settings
+        self._metrics = Metrics()
+        self._service = WorkerService()
+
+    async def serve(self) -> int:
+        """Run from start to end and return the exit code.
+
+        Raises:
+            WorkerError: the worker cannot start.
+        """
+        settings = self._settings
+        server = WorkerServer(self._service)
+        stop = _stop_on_signals()
+        port = await server.start(settings.host, settings.port)
+        metrics_server = None
+        if settings.metrics_port is not None:
+            metrics_server = MetricsServer(self._metrics, settings.host, settings.metrics_port)
+        worker_id = settings.worker_id or f"{settings.host}:{port}"
+        log.info(
+            "worker_listening",
+            worker_id=worker_id,
+            port=port,
+            metrics_port=metrics_server.port if metrics_server else None,
+        )
+        with LoadingProgress() as progress:
+            engine_loop = EngineLoop(partial(load, settings, progress))
+            engine_loop.start()
+            self.engine_stopped = False
+            await _first(engine_loop.ready, engine_loop.ended, stop)
+        try:
+            if engine_loop.ready.done():
+                await self._serve(server, worker_id, engine_loop, stop)
+            if engine_loop.ended.done():
+                engine_loop.ended.result()
+        except WorkerError as error:
+            if type(error) in EXIT_CODES:
+                raise
+            log.critical("engine_died", reason=error.reason, problem=str(error), exc_info=error)
+            return EXIT_FAILED
+        except Exception as error:
+            log.critical("engine_died", reason="BUG", problem=repr(error), exc_info=error)
+            return EXIT_FAILED
+        finally:
+            self._metrics.set_ready(False)
+            await server.stop(_CLOSE_S)
+            self.engine_stopped = engine_loop.stop(_CLOSE_S)
+        log.info("worker_stopped", worker_id=worker_id)
+        return 0
+
+    async def _serve(
+        self, server: WorkerServer, worker_id: str, engine_loop: EngineLoop, stop: asyncio.Future[str]
+    ) -> None:
+        """Serve until a signal comes and what runs is gone, or the engine has ended."""
+        loaded = engine_loop.ready.result()
+        terms = self._terms(worker_id, loaded)
+        sessions = Sessions(terms, engine_loop, self._metrics)
+        self._metrics.describe(loaded.info, terms.sizing.geometry)
+        self._metrics.observe_pool(await engine_loop.call(lambda engine: engine.pool_report()))
+        self._service.open(Business(describe(loaded.info, terms), sessions, None))
+        await server.set_serving(serving=True)
+        self._metrics.set_ready(True)
+        geometry = terms.sizing.geometry
+        log.info(
+            "worker_ready",
+            worker_id=worker_id,
+            incarnation=terms.incarnation,
+            model=loaded.info.model_id,
+            runner=loaded.info.runner,
+            simulated=terms.simulated,
+            max_model_len=terms.sizing.max_model_len,
+            num_blocks=geometry.num_blocks,
+            block_size=geometry.block_size,
+            kv_mib=round(geometry.num_blocks * geometry.block_bytes / 2**20),
+        )
+        await _first(engine_loop.ended, stop)
+        if engine_loop.ended.done():
+            return
+        log.info("worker_draining", signal=stop.result(), grace_s=self._settings.drain_grace_s)
+        await server.set_serving(serving=False)
+        self._metrics.set_ready(False)
+        sessions.drain(stop.result())
+        drained = asyncio.ensure_future(sessions.drained.wait())
+        await _first(engine_loop.ended, drained, timeout_s=self._settings.drain_grace_s)
+        if not drained.done():
+            drained.cancel()
+            log.warning("drain_grace_over", num_live=sessions.num_live)
+
+    def _terms(self, worker_id: str, loaded: Loaded) -> Terms:
+        return Terms(
+            worker_id=worker_id,
+            incarnation=uuid.uuid4().hex,
+            sizing=loaded.sizing,
+            vocab_size=loaded.info.vocab_size,
+            max_num_seqs=self._settings.max_num_seqs,
+            max_num_batched_tokens=self._settings.max_num_batched_tokens,
+            simulated=loaded.info.runner == "sim",
+        )
+
+
+async def _first(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _stop_on_signals() -> asyncio.Future[str]:
+    """Return a future that the first signal completes; the second one exits at once."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[str] = loop.create_future()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.done():
+            os._exit(128 + number)
+        stop.set_result(number.name)
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    return stop

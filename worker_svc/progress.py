@@ -1,0 +1,48 @@
+"""Shows how far the loading of a model is: a bar on a terminal, log lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Final, Self
+
+import structlog
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+_LOG_EVERY: Final = 0.25
+log = structlog.get_logger(__name__)
+
+
+class LoadingProgress:
+    """A `worker_svc.runner.base.Progress`; may be called from any thread while it is open."""
+
+    def __init__(self, *, terminal: bool | None = None) -> None:
+        self._terminal = sys.stderr.isatty() if terminal is None else terminal
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self._bars = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task: TaskID | None = None
+        self._what = ""
+        self._logged = 0.0
+
+    def __enter__(self) -> Self:
+        if self._terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._terminal:
+            self._bars.stop()
+
+    def __call__(self, what: str, fraction: float) -> None:
+        """Report that `what` is done to `fraction`."""
+        if self._terminal:
+            if self._task is None or what != self._what:
+                self._task = self._bars.add_task(what, total=1.0)
+            self._bars.update(self._task, completed=fraction)
+        elif what != self._what or fraction >= self._logged + _LOG_EVERY:
+            self._logged = fraction
+            log.info("model_loading", what=what, percent=round(100 * fraction))
+        self._what = what
