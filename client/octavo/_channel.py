@@ -15,9 +15,9 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc
 import grpc.aio
 
-from octavo._rpc_status import STATUS_KEY, parse
-from octavo._wire import MAX_MESSAGE_BYTES
+from octavo._wire import MAX_MESSAGE_BYTES, error_info
 from octavo.errors import ErrorInfo, InvalidRequestError, OctavoError, UnavailableError, error_of
+from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
 from octavo.v1 import operations_pb2_grpc as ops_grpc
@@ -37,6 +37,8 @@ _OPTIONS: Final = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+# The scheduler puts its `octavo.v1.Error` there, beside the google.rpc.Status that others read.
+_ERROR_KEY: Final = "octavo-error-bin"
 _DIAL_TIMEOUT_S: Final = 5.0
 # Part of gRPC's account of a failed connection -> what a person wants to know.
 _PLAIN_WORDS: Final = {
@@ -204,6 +206,6 @@ def from_rpc(error: grpc.aio.AioRpcError) -> OctavoError:
     code: int = error.code().value[0]
     fallback = ErrorInfo(error.code().name, details or error.code().name.lower().replace("_", " "), code)
     for key, value in error.trailing_metadata() or ():
-        if key == STATUS_KEY and isinstance(value, bytes):
-            return error_of(parse(value, fallback))
+        if key == _ERROR_KEY and isinstance(value, bytes):
+            return error_of(error_info(common_pb2.Error.FromString(value)))
     return error_of(fallback)

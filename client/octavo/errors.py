@@ -73,7 +73,13 @@ class InvalidRequestError(OctavoError):
         return cls(message, ErrorInfo(reason, message, 3, violations=named))
 
 
-class UnknownModelError(OctavoError):
+class NotFoundError(OctavoError):
+    """What the request names does not exist."""
+
+    default_reason = "NOT_FOUND"
+
+
+class UnknownModelError(NotFoundError):
     """No such model is served."""
 
     default_reason = "UNKNOWN_MODEL"
@@ -150,9 +156,11 @@ _BY_CODE: Final[Mapping[int, type[OctavoError]]] = {
     2: InternalError,
     3: InvalidRequestError,
     4: DeadlineExceededError,
-    5: UnknownModelError,
+    5: NotFoundError,
+    6: InvalidRequestError,
     7: AccessDeniedError,
     8: OverloadedError,
+    9: UnsupportedError,
     10: InternalError,
     11: InvalidRequestError,
     12: UnsupportedError,
@@ -165,4 +173,6 @@ _BY_CODE: Final[Mapping[int, type[OctavoError]]] = {
 
 def error_of(info: ErrorInfo) -> OctavoError:
     """Return the error to raise for what the service said."""
+    if info.reason == UnknownModelError.default_reason:
+        return UnknownModelError(info.message, info)
     return _BY_CODE.get(info.code, OctavoError)(info.message, info)

@@ -222,7 +222,9 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         context: grpc.aio.ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse],
     ) -> pb.TokenizeResponse:
         if request.model == "nobody":
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no model 'nobody'")
+            error = common_pb2.Error(code=5, reason="UNKNOWN_MODEL", message="no model 'nobody'")
+            trailer = (("octavo-error-bin", error.SerializeToString()),)
+            await context.abort(grpc.StatusCode.NOT_FOUND, error.message, trailing_metadata=trailer)
         text = request.text or " ".join(one.content for one in request.chat.messages)
         ids = list(text.encode())
         pieces = [chr(one) for one in ids] if request.return_pieces else []
