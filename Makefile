@@ -1,0 +1,58 @@
+# Every target makes what it needs, on a machine that has Python 3.11 and nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+TORCH := $(shell sed -n 's/.*"\(torch==[0-9.]*\)".*/\1/p' pyproject.toml)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Fast first: a fault shows in seconds where it can.
+TESTS := $(wildcard tests/unit tests/sim tests/e2e tests/perf)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format proto scorecard clean
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: .venv/.installed ## make .venv with everything that development needs
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'Octavo needs Python 3.11 or newer; name one with PYTHON=...'; exit 1; }
+	@echo 'Making .venv'
+	@$(PYTHON) -m venv .venv
+
+# First and alone, so that the build that fits this machine is taken.
+.venv/.torch: | .venv/bin/python
+	@echo 'Installing $(TORCH), which is large'
+	@$(PIP) '$(TORCH)'
+	@touch $@
+
+.venv/.installed: pyproject.toml .venv/.torch
+	@echo 'Installing Octavo and its tools'
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: .venv/.installed ## run the whole stack, ask it one question, stop it
+	@$(BIN)/python -m octavo.demo
+
+test: .venv/.installed ## run the tests (ARGS="..." for pytest)
+	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),$(TESTS))
+
+lint: .venv/.installed ## check style, types, contract and generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/buf lint
+	scripts/check_proto.sh
+
+format: .venv/.installed ## put the code into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: ## regenerate client/octavo/v1 from protos/
+	PYTHON=$(PYTHON) scripts/gen_proto.sh
+
+scorecard: .venv/.installed ## measure every promise (ONLY='e2e.*', LONG=1 for the long ones)
+	@$(BIN)/python -m octavo.scorecard $(if $(ONLY),--only '$(ONLY)') $(if $(LONG),--long)
+
+clean: ## remove what the targets made
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis
