@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+
 from worker_svc.config import WorkerSettings
 from worker_svc.engine import Engine, EngineConfig
 from worker_svc.errors import SettingsError
+from worker_svc.faults import Faults, FaultyRunner
 from worker_svc.loop import Loaded
 from worker_svc.runner.base import ModelRunner, Progress
 from worker_svc.sizing import size
@@ -48,7 +54,26 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
         pin_budget_blocks=geometry.pin_budget_blocks,
         check_integrity=settings.check_integrity,
     )
-    return Loaded(Engine(runner, config), info, sizing)
+    if not settings.enable_faults:
+        return Loaded(Engine(runner, config), info, sizing)
+    faults = Faults()
+    return Loaded(Engine(FaultyRunner(runner, faults, Havoc()), config, faults), info, sizing, faults)
+
+
+class Havoc:
+    """What faults do to this process; see `worker_svc.faults.FaultEffects`."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        time.sleep(seconds)
+
+    def hang(self) -> None:
+        """Never come back."""
+        threading.Event().wait()
+
+    def crash(self) -> None:
+        """End the process as the kernel would."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def load_runner(settings: WorkerSettings, progress: Progress) -> ModelRunner:

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 from octavo.protocol.steps import Plan, PoolReport, Report
 
+from worker_svc.faults import Faults
 from worker_svc.kv.memory import PinOutcome
 from worker_svc.runner.base import ModelInfo
 from worker_svc.sizing import Sizing
@@ -57,6 +58,8 @@ class Loaded:
     engine: StepEngine
     info: ModelInfo
     sizing: Sizing
+    faults: Faults | None = None
+    """Where faults are injected; None unless that was enabled."""
 
 
 Deliver = Callable[[Report], None]

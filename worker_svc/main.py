@@ -19,7 +19,7 @@ from worker_svc.load import load
 from worker_svc.loop import EngineLoop, Loaded
 from worker_svc.metrics import Metrics, MetricsServer
 from worker_svc.progress import LoadingProgress
-from worker_svc.server import Business, WorkerServer, WorkerService
+from worker_svc.server import Business, WorkerServer, WorkerService, check_address
 from worker_svc.session import Sessions, Terms
 
 EXIT_FAILED: Final = 1
@@ -65,12 +65,13 @@ class WorkerProcess:
             WorkerError: the worker cannot start.
         """
         settings = self._settings
-        server = WorkerServer(self._service)
         stop = _stop_on_signals()
-        port = await server.start(settings.host, settings.port)
         metrics_server = None
         if settings.metrics_port is not None:
+            check_address(settings.host, settings.metrics_port)
             metrics_server = MetricsServer(self._metrics, settings.host, settings.metrics_port)
+        server = WorkerServer(self._service)
+        port = await server.start(settings.host, settings.port)
         worker_id = settings.worker_id or f"{settings.host}:{port}"
         log.info(
             "worker_listening",
@@ -109,10 +110,10 @@ class WorkerProcess:
         """Serve until a signal comes and what runs is gone, or the engine has ended."""
         loaded = engine_loop.ready.result()
         terms = self._terms(worker_id, loaded)
-        sessions = Sessions(terms, engine_loop, self._metrics)
+        sessions = Sessions(terms, engine_loop, self._metrics, loaded.faults)
         self._metrics.describe(loaded.info, terms.sizing.geometry)
         self._metrics.observe_pool(await engine_loop.call(lambda engine: engine.pool_report()))
-        self._service.open(Business(describe(loaded.info, terms), sessions, None))
+        self._service.open(Business(describe(loaded.info, terms), sessions, loaded.faults))
         await server.set_serving(serving=True)
         self._metrics.set_ready(True)
         geometry = terms.sizing.geometry

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +15,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from octavo.protocol.convert import ProtocolError
 from octavo.protocol.transport import SERVER_OPTIONS
-from octavo.v1 import operations_pb2, worker_pb2, worker_pb2_grpc
+from octavo.v1 import worker_pb2, worker_pb2_grpc
 
+from worker_svc.convert import fault_from_proto
 from worker_svc.errors import AddressTaken
+from worker_svc.faults import Faults
 from worker_svc.session import HELLO_TIMEOUT_S, Session, Sessions
-from worker_svc.status import Refusal, abort
+from worker_svc.status import Refusal, abort, malformed
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
-SetFaults = Callable[[list[operations_pb2.Fault]], None]
 log = structlog.get_logger(__name__)
 
 
@@ -34,8 +34,8 @@ class Business:
 
     description: worker_pb2.WorkerDescription
     sessions: Sessions
-    set_faults: SetFaults | None
-    """None unless fault injection was enabled. Raises ProtocolError."""
+    faults: Faults | None
+    """None unless fault injection was enabled."""
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -88,14 +88,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.InjectFaultsResponse:
         """Replace the faults in force."""
         try:
-            set_faults = self._open_business().set_faults
-            if set_faults is None:
+            faults = self._open_business().faults
+            if faults is None:
                 message = "this worker was started without --enable-faults"
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "FAULTS_DISABLED", message)
             try:
-                set_faults(list(request.faults))
+                faults.set([fault_from_proto(fault) for fault in request.faults])
             except ProtocolError as error:
-                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", str(error)) from None
+                raise malformed(error) from None
+            log.warning("faults_injected", kinds=[fault.kind for fault in request.faults])
             return worker_pb2.InjectFaultsResponse()
         except Refusal as refusal:
             await abort(context, refusal)

@@ -23,10 +23,11 @@ from octavo.protocol.convert import (
 from octavo.protocol.steps import PROTOCOL_VERSION, Admit, Plan, PoolReport, Refused, RefuseReason, Report
 from octavo.v1 import worker_pb2
 
+from worker_svc.faults import FaultKind, Faults
 from worker_svc.loop import EngineLoop, StepEngine
 from worker_svc.metrics import Metrics
 from worker_svc.sizing import Sizing
-from worker_svc.status import Refusal
+from worker_svc.status import Refusal, malformed
 
 KEYS_PER_MESSAGE_BYTES: Final = 2**20
 MAX_WINDOW: Final = 64
@@ -61,7 +62,9 @@ class Cache:
 class Session:
     """One scheduler's stream: checks what comes in, keeps the order of what goes out."""
 
-    def __init__(self, hello: worker_pb2.Hello, terms: Terms, loop: EngineLoop, metrics: Metrics) -> None:
+    def __init__(
+        self, hello: worker_pb2.Hello, terms: Terms, loop: EngineLoop, metrics: Metrics, faults: Faults
+    ) -> None:
         self.scheduler_id = hello.scheduler_id
         self.epoch = hello.epoch
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -73,6 +76,7 @@ class Session:
         self._terms = terms
         self._loop = loop
         self._metrics = metrics
+        self._faults = faults
         self._next_step = 1
         self._draining = False
         self._closed = False
@@ -143,12 +147,7 @@ class Session:
                 else:
                     raise ProtocolError("message", f"{kind or 'nothing'} is not expected here")
             except ProtocolError as error:
-                raise Refusal(
-                    grpc.StatusCode.INVALID_ARGUMENT,
-                    "MALFORMED_MESSAGE",
-                    f"{kind}: {error}",
-                    field=error.field,
-                ) from None
+                raise malformed(error, kind or "message") from None
 
     async def _write(self, stream: Stream) -> None:
         while (message := await self._outbox.get()) is not None:
@@ -195,7 +194,10 @@ class Session:
         if self._terms.simulated:
             report = replace(report, simulated=True)
         self._metrics.observe(report)
-        if self._closed:
+        if self._closed or self._faults.fires(FaultKind.LOST_REPORT):
+            return
+        if self._faults.fires(FaultKind.STREAM_DROP):
+            self.drop()
             return
         self.outstanding -= 1
         self.num_live = report.live_count
@@ -210,10 +212,13 @@ class Session:
 class Sessions:
     """Holds the one session there may be, and decides who gets it."""
 
-    def __init__(self, terms: Terms, loop: EngineLoop, metrics: Metrics) -> None:
+    def __init__(
+        self, terms: Terms, loop: EngineLoop, metrics: Metrics, faults: Faults | None = None
+    ) -> None:
         self._terms = terms
         self._loop = loop
         self._metrics = metrics
+        self._faults = Faults() if faults is None else faults
         self._current: Session | None = None
         self._draining = False
         self.drained = asyncio.Event()
@@ -249,7 +254,7 @@ class Sessions:
                 raise Refusal(precondition, "STALE_EPOCH", message)
             former.supersede()
             self.close(former)
-        self._current = Session(hello, self._terms, self._loop, self._metrics)
+        self._current = Session(hello, self._terms, self._loop, self._metrics, self._faults)
         return self._current
 
     def close(self, session: Session) -> None:

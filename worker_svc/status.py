@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
+from octavo.protocol.convert import ProtocolError
 
 DOMAIN = "octavo.v1"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -22,6 +23,12 @@ class Refusal(Exception):
         self.reason = reason
         self.message = message
         self.metadata = metadata
+
+
+def malformed(error: ProtocolError, what: str = "message") -> Refusal:
+    """Return the refusal of a message that its sender should not have sent."""
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    return Refusal(code, "MALFORMED_MESSAGE", f"{what}: {error}", field=error.field)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], refusal: Refusal) -> NoReturn:

@@ -27,9 +27,10 @@ _BOTH: Final[Options] = (
 )
 CLIENT_OPTIONS: Final[Options] = (
     *_BOTH,
-    # A worker that comes back is found at once.
+    # A worker that comes back is found at once, and one that is starved of CPU gets time to answer:
+    # the second of these bounds a connection attempt, whatever its name.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", PING_TIMEOUT_MS),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 SERVER_OPTIONS: Final[Options] = (
