@@ -32,7 +32,7 @@ setup: .venv/.installed ## make .venv with everything that development needs
 	@touch $@
 
 demo: .venv/.installed ## run the whole stack, ask it one question, stop it
-	@$(BIN)/python -m octavo.demo
+	@$(BIN)/python -m octavo.cli.demo
 
 test: .venv/.installed ## run the tests (ARGS="..." for pytest)
 	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),$(TESTS))

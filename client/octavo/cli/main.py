@@ -1,0 +1,111 @@
+"""Entry of the command `octavo`: finds the command, runs it, turns errors into one line and a code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Final, Protocol, cast
+
+# Before gRPC is loaded: what it has to say is told as an error, in one line.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+from octavo.cli import output
+from octavo.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    OctavoError,
+    OverloadedError,
+    UnavailableError,
+)
+
+# Name -> module and what it does. The modules are loaded one at a time: some need an extra.
+COMMANDS: Final = {
+    "up": ("octavo.cli.up", "run a scheduler and workers on this machine"),
+    "scheduler": ("octavo.cli.services", "run a scheduler"),
+    "worker": ("octavo.cli.services", "run a worker"),
+    "generate": ("octavo.cli.generate", "complete a prompt"),
+    "chat": ("octavo.cli.chat", "talk to a model"),
+    "status": ("octavo.cli.status", "show what a scheduler is doing"),
+}
+
+EXIT_FAILED: Final = 1
+EXIT_INTERRUPTED: Final = 130
+EXIT_BROKEN_PIPE: Final = 141
+# The first class that fits decides.
+EXIT_CODES: Final[tuple[tuple[type[OctavoError], int], ...]] = (
+    (InvalidRequestError, 2),
+    (UnavailableError, 3),
+    (OverloadedError, 4),
+    (DeadlineExceededError, 5),
+    (OctavoError, EXIT_FAILED),
+)
+_LINES: Final = "\n".join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items())
+EPILOG: Final = f"""\
+commands (octavo COMMAND --help tells more):
+{_LINES}
+
+exit codes: 0 done, 1 failed, 2 wrong usage or invalid request, 3 service unavailable,
+4 refused for load, 5 deadline passed, 130 interrupted
+"""
+
+
+class Command(Protocol):
+    """What a module of this package offers."""
+
+    def configure(self, parser: argparse.ArgumentParser, name: str) -> None:
+        """Add the command's arguments."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it and return the exit code."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="octavo",
+        description="Large language models over gRPC.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", help=argparse.SUPPRESS, prog="octavo")
+    chosen = next((word for word in given if word in COMMANDS), None)
+    try:
+        for name, (module, what) in COMMANDS.items():
+            command_parser = commands.add_parser(
+                name, description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False
+            )
+            if name == chosen:
+                command = cast("Command", import_module(module))
+                command.configure(command_parser, name)
+        parsed = parser.parse_args(given)
+        if parsed.version:
+            print(_version())
+            return 0
+        if parsed.command is None:
+            parser.print_help()
+            return 2
+        return command.run(parsed)
+    except OctavoError as error:
+        output.fail(output.describe(error))
+        return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left. Nothing may be written while the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _version() -> str:
+    from octavo import __version__  # noqa: PLC0415 # reads the package's metadata
+
+    return f"octavo {__version__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

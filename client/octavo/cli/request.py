@@ -1,0 +1,95 @@
+"""Arguments of the commands that send requests, and how answers are shown."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from typing import Any, Final
+
+from octavo.cli import output
+from octavo.types import Delta, GenerateResult
+
+# Flag -> type, what it does. Names are those of the SDK's options.
+_NUMBERS: Final = (
+    ("max_tokens", int, "output tokens at most"),
+    ("min_tokens", int, "no stop before this many output tokens"),
+    ("temperature", float, "0 is greedy; absent takes the model's own"),
+    ("top_p", float, "keep the smallest set of tokens with this probability"),
+    ("top_k", int, "keep this many most likely tokens"),
+    ("min_p", float, "keep tokens with this share of the best one's probability"),
+    ("repetition_penalty", float, "divide the logits of tokens seen before"),
+    ("presence_penalty", float, "subtract from the logits of tokens in the output, once"),
+    ("frequency_penalty", float, "subtract from them for each time"),
+    ("seed", int, "random stream; the same seed gives the same output"),
+    ("queue_timeout", float, "seconds to wait in the queue at most"),
+    ("ttft_deadline", float, "seconds until the first token at most"),
+    ("deadline", float, "seconds until the end at most"),
+)
+
+
+def add_endpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names the service."""
+    parser.add_argument(
+        "--endpoint",
+        metavar="HOST:PORT",
+        help="scheduler to talk to; several, separated by commas, stand in for each other "
+        "(default: $OCTAVO_ENDPOINT or 127.0.0.1:50051)",
+    )
+    parser.add_argument(
+        "--connect-timeout",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds to try to connect (default: 5)",
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that become options of a request."""
+    group = parser.add_argument_group("request")
+    group.add_argument("--model", metavar="NAME", help="model to use, where several are served")
+    for name, kind, what in _NUMBERS:
+        metavar = "N" if kind is int else "X"
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=what)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of text")
+    group.add_argument("--priority", choices=("interactive", "standard", "batch"), help="class of service")
+
+
+def options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that were given."""
+    names = ("model", "stop", "ignore_eos", "priority", *(name for name, _, _ in _NUMBERS))
+    given = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def print_deltas(deltas: Iterable[Delta]) -> None:
+    """Print text as it comes."""
+    for delta in deltas:
+        sys.stdout.write(delta.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def print_cost(result: GenerateResult) -> None:
+    """Say what an answer took, where a person is looking."""
+    if sys.stderr.isatty():
+        output.note(cost(result))
+
+
+def cost(result: GenerateResult) -> str:
+    """Return what an answer took, in words."""
+    usage, timings = result.usage, result.timings
+    parts = [
+        f"{usage.prompt_tokens} + {usage.completion_tokens} tokens",
+        f"first after {output.duration(timings.ttft_s)}",
+    ]
+    if timings.tpot_s > 0:
+        parts.append(f"then {1 / timings.tpot_s:.0f} per second")
+    if usage.cached_tokens:
+        parts.append(f"{usage.cached_tokens} from the cache")
+    if usage.trimmed_tokens:
+        parts.append(f"{usage.trimmed_tokens} trimmed away under load")
+    return ", ".join(parts)

@@ -1,0 +1,98 @@
+"""`octavo scheduler` and `octavo worker`: flags are made from the fields of their settings."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, Literal, NoReturn, get_args, get_origin
+
+from octavo.cli import output
+
+# Command -> module of the settings, their class, module with `run(settings)`.
+_SERVICES: Final = {
+    "scheduler": ("scheduler_svc.config", "SchedulerSettings", "scheduler_svc.main"),
+    "worker": ("worker_svc.config", "WorkerSettings", "worker_svc.main"),
+}
+_METAVARS: Final = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
+_GIVEN: Final = "setting:"
+"""Prefix of the settings among the parsed arguments."""
+
+
+def configure(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add a flag for each field of the settings."""
+    settings = load_settings(name)
+    parser.usage = f"octavo {name} [FLAG ...]"
+    parser.epilog = (
+        f"Each flag is also a variable ({settings.model_config.get('env_prefix')}NAME) "
+        f"and a key of the table [{name}] in the file that --config-file names."
+    )
+    for field_name, field in settings.model_fields.items():
+        flag = f"--{field_name.replace('_', '-')}"
+        if field.annotation is bool:
+            parser.add_argument(
+                flag,
+                action=argparse.BooleanOptionalAction,
+                dest=_GIVEN + field_name,
+                default=argparse.SUPPRESS,
+                help=_help(field.description, "yes" if field.default else "no"),
+            )
+        else:
+            parser.add_argument(
+                flag,
+                dest=_GIVEN + field_name,
+                metavar=_metavar(field.annotation),
+                default=argparse.SUPPRESS,
+                help=_help(field.description, field.default),
+            )
+
+
+def _metavar(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(map(str, get_args(annotation))) + "}"
+    kinds = {annotation, *get_args(annotation)}
+    return next((shown for kind, shown in _METAVARS.items() if kind in kinds), "X")
+
+
+def _help(description: str | None, default: object) -> str:
+    text = description or ""
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    # What is empty, or hidden, is better described than shown.
+    if isinstance(shown, str | int | float) and shown != "":
+        text += f" (default: {shown})"
+    return text.replace("%", "%%")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop; return the exit code."""
+    name = arguments.command
+    given = {
+        key.removeprefix(_GIVEN): value for key, value in vars(arguments).items() if key.startswith(_GIVEN)
+    }
+    module = import_module(_SERVICES[name][0])
+    try:
+        settings = load_settings(name).load(given)
+    except module.SettingsError as error:
+        output.fail(str(error))
+        return 2
+    try:
+        serve = import_module(_SERVICES[name][2]).run
+    except ModuleNotFoundError as error:
+        _missing(name, error)
+    code: int = serve(settings)
+    return code
+
+
+def load_settings(name: str) -> Any:
+    """Return the class of a service's settings; exits with advice when its extra is not installed."""
+    module, class_name, _ = _SERVICES[name]
+    try:
+        return getattr(import_module(module), class_name)
+    except ModuleNotFoundError as error:
+        _missing(name, error)
+
+
+def _missing(name: str, error: ModuleNotFoundError) -> NoReturn:
+    output.fail(f"octavo {name} needs {error.name}: pip install 'octavo[{name}]'")
+    sys.exit(1)

@@ -1,0 +1,262 @@
+"""A scheduler and its workers as child processes of this one, none of which outlives it.
+
+For `octavo up`, for tests and for measurements. Start a stack from a thread that lives as long as the
+stack does: on Linux the children die with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from octavo.client import Client
+from octavo.errors import OctavoError, UnavailableError
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how far it is (0 to 1)."""
+
+_POLL_S: Final = 0.05
+_ERROR_LEVELS: Final = ("error", "critical")
+
+
+class StackError(Exception):
+    """The stack cannot start or go on; the message is the child's own word where there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackConfig:
+    """What to start. Arguments are those of `octavo scheduler` and `octavo worker`."""
+
+    model: str = "demo"
+    num_workers: int = 1
+    host: str = "127.0.0.1"
+    port: int | None = None
+    """Port of the scheduler; None is any free one."""
+    worker_port: int | None = None
+    """Port of the first worker; the others follow. None is any free ones."""
+    scheduler_args: Sequence[str] = ()
+    worker_args: Sequence[str] = ()
+    folder: Path | None = None
+    """Where the logs go; None is a new temporary folder."""
+    metrics: bool = False
+    """Serve metrics on their usual ports."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Added to the environment of the children."""
+
+
+class Child:
+    """One process of the stack and its log."""
+
+    def __init__(
+        self, name: str, address: str, arguments: Sequence[str], log: Path, env: dict[str, str]
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.log = log
+        self._arguments = tuple(arguments)
+        self._env = env
+        self._process: subprocess.Popen[bytes] | None = None
+        self._read = 0
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The process as last started."""
+        if self._process is None:
+            raise StackError(f"{self.name} was never started")
+        return self._process
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start it, or start it again; the log goes on."""
+        command = [
+            sys.executable,
+            "-m",
+            "octavo._child",
+            str(os.getpid()),
+            "octavo.cli.main",
+            *self._arguments,
+        ]
+        with self.log.open("ab") as log:
+            self._read = log.tell()
+            self._process = subprocess.Popen(  # noqa: S603 # our own module
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._env},
+                process_group=0,  # Ctrl-C is for the supervisor, which then ends its children in order.
+            )
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process; nothing happens when it is gone."""
+        if self.alive:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it and all that it started, at once."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def new_records(self) -> Iterator[dict[str, Any]]:
+        """Yield the log records that came since the last call."""
+        with self.log.open("rb") as log:
+            log.seek(self._read)
+            for line in log:
+                if not line.endswith(b"\n"):
+                    break
+                self._read += len(line)
+                record = _record(line)
+                if record is not None:
+                    yield record
+
+    def last_error(self) -> str:
+        """Return the last error that it logged, or its last words of any kind."""
+        last_words = "it said nothing"
+        error = None
+        for line in self.log.read_bytes().splitlines():
+            record = _record(line)
+            if record is not None and record.get("level") in _ERROR_LEVELS:
+                error = str(record.get("problem") or record.get("event"))
+            if line.strip():
+                last_words = line.decode(errors="replace").strip()
+        return error or last_words
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+class Stack:
+    """The processes of one stack. Use it in a `with` statement, or call `stop()`."""
+
+    def __init__(self, config: StackConfig) -> None:
+        self.config = config
+        self.folder = config.folder or Path(tempfile.mkdtemp(prefix="octavo-"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        host = config.host
+        first = config.worker_port
+        ports = [free_port(host) if first is None else first + index for index in range(config.num_workers)]
+        self.workers = [self._worker(index, port) for index, port in enumerate(ports)]
+        self.scheduler = self._scheduler(config.port or free_port(host))
+
+    @property
+    def endpoint(self) -> str:
+        """Address of the scheduler."""
+        return self.scheduler.address
+
+    @property
+    def children(self) -> list[Child]:
+        """All processes, in the order in which they are stopped."""
+        return [self.scheduler, *self.workers]
+
+    def _worker(self, index: int, port: int) -> Child:
+        address = f"{self.config.host}:{port}"
+        arguments = ["worker", "--listen", address, "--model", self.config.model, *self.config.worker_args]
+        if not self.config.metrics or index:
+            arguments += ["--metrics-port", "none"]
+        return Child(
+            f"worker-{index}", address, arguments, self.folder / f"worker-{index}.log", self.config.env
+        )
+
+    def _scheduler(self, port: int) -> Child:
+        address = f"{self.config.host}:{port}"
+        workers = ",".join(worker.address for worker in self.workers)
+        arguments = ["scheduler", "--listen", address, "--workers", workers, *self.config.scheduler_args]
+        if not self.config.metrics:
+            arguments += ["--metrics-port", "none"]
+        return Child("scheduler", address, arguments, self.folder / "scheduler.log", self.config.env)
+
+    def start(self) -> None:
+        """Start every process; does not wait until they serve."""
+        for child in (*self.workers, self.scheduler):
+            child.start()
+
+    def wait_ready(self, timeout_s: float = 600.0, on_progress: Progress | None = None) -> None:
+        """Return when every worker serves through the scheduler.
+
+        Raises:
+            StackError: a child ended, or the time is over.
+        """
+        give_up_at = time.monotonic() + timeout_s
+        with Client(self.endpoint, connect_timeout=_POLL_S) as client:
+            while not self._is_ready(client):
+                self.check()
+                if time.monotonic() > give_up_at:
+                    raise StackError(f"not ready within {timeout_s:g} s; see {self.folder}")
+                for worker in self.workers:
+                    for record in worker.new_records():
+                        if on_progress is not None and record.get("event") == "model_loading":
+                            on_progress(str(record.get("what")), float(record.get("percent", 0)) / 100)
+                time.sleep(_POLL_S)
+
+    def _is_ready(self, client: Client) -> bool:
+        try:
+            return sum(worker.state == "ready" for worker in client.status().workers) >= len(self.workers)
+        except UnavailableError:
+            return False
+        except OctavoError as error:
+            raise StackError(f"the scheduler answers, but: {error}") from None
+
+    def check(self) -> None:
+        """Raise StackError with its own words when a child has ended."""
+        for child in self.children:
+            if not child.alive:
+                code = child.process.returncode
+                how = (
+                    f"ended with exit code {code}"
+                    if code >= 0
+                    else f"was ended by {signal.Signals(-code).name}"
+                )
+                raise StackError(f"{child.name} {how}: {child.last_error()}")
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """End every process, the scheduler first; those that take longer than `grace_s` are killed."""
+        for group in ([self.scheduler], self.workers):
+            give_up_at = time.monotonic() + grace_s
+            for child in group:
+                child.signal(signal.SIGTERM)
+            for child in group:
+                if child.alive:
+                    with suppress(subprocess.TimeoutExpired):
+                        child.process.wait(max(0.0, give_up_at - time.monotonic()))
+        for child in self.children:
+            child.kill()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host.strip("[]"), 0))
+        port: int = probe.getsockname()[1]
+        return port
