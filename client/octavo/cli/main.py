@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="octavo",
+        usage="octavo [--version] COMMAND ...",
         description="Large language models over gRPC.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

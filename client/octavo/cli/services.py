@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Final, Literal, NoReturn, Union, get_args, get_origin
 
 from octavo.cli import output
 
@@ -51,8 +53,17 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 def _metavar(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "{" + ",".join(map(str, get_args(annotation))) + "}"
-    kinds = {annotation, *get_args(annotation)}
+    kinds = list(_parts(annotation))
     return next((shown for kind, shown in _METAVARS.items() if kind in kinds), "X")
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """Yield the plain types of a union or of an annotated type."""
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        for part in get_args(annotation):
+            yield from _parts(part)
+    else:
+        yield annotation
 
 
 def _help(description: str | None, default: object) -> str:

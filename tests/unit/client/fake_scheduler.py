@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
-from octavo.v1 import common_pb2
+from octavo.v1 import common_pb2, operations_pb2, operations_pb2_grpc
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
 
@@ -44,6 +45,59 @@ class _Session:
     paced: bool = False
 
 
+class FakeOperations(operations_pb2_grpc.OperationsServicer):
+    """Two workers, one of them lost, and a queue."""
+
+    status = operations_pb2.Status(
+        scheduler_id="fake-1",
+        version="0.1.0",
+        uptime_s=3725,
+        arrivals=12,
+        live_requests=3,
+        outcomes={"STOP": 7, "QUEUE_FULL": 2},
+        queues=[
+            operations_pb2.QueueStatus(
+                model="fake", priority=1, waiting=4, waiting_tokens=400, oldest_wait_ms=250
+            ),
+            operations_pb2.QueueStatus(model="fake", priority=2),
+        ],
+        workers=[
+            operations_pb2.WorkerStatus(
+                worker_id="w0",
+                model="fake",
+                state="ready",
+                running=3,
+                max_num_seqs=32,
+                step_ms=12.5,
+                runner="torch",
+                pool=operations_pb2.PoolStatus(
+                    total=100, free=60, evictable=30, active=10, hit_tokens=30, miss_tokens=90
+                ),
+            ),
+            operations_pb2.WorkerStatus(worker_id="w1", model="fake", state="lost"),
+        ],
+        rates=operations_pb2.Rates(
+            requests_per_s=2.5, output_tokens_per_s=80, ttft_p50_ms=120, ttft_p99_ms=1500
+        ),
+    )
+
+    async def GetStatus(  # noqa: N802 # named by the contract
+        self, request: object, context: object
+    ) -> operations_pb2.GetStatusResponse:
+        return operations_pb2.GetStatusResponse(status=self.status)
+
+    async def WatchStatus(  # noqa: N802 # named by the contract
+        self, request: operations_pb2.WatchStatusRequest, context: object
+    ) -> AsyncIterator[operations_pb2.WatchStatusResponse]:
+        for _ in range(3):
+            yield operations_pb2.WatchStatusResponse(status=self.status)
+
+    async def Drain(  # noqa: N802 # named by the contract
+        self, request: operations_pb2.DrainRequest, context: object
+    ) -> operations_pb2.DrainResponse:
+        return operations_pb2.DrainResponse(running=3, waiting=request.grace_ms)
+
+
 class FakeScheduler(pb_grpc.GenerationServicer):
     """Prompts steer it: `refuse REASON CODE` is refused, `fail REASON CODE` fails after two tokens.
 
@@ -68,6 +122,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 16 * 1024 * 1024)]
         )
         pb_grpc.add_GenerationServicer_to_server(self, self._server)
+        operations_pb2_grpc.add_OperationsServicer_to_server(FakeOperations(), self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
 
@@ -243,3 +298,26 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
     ) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[pb.Model(id="fake", max_model_len=2048, workers=1)])
+
+
+class ThreadedScheduler:
+    """A fake scheduler on an event loop of its own, so that tests may block."""
+
+    def __init__(self) -> None:
+        self.fake = FakeScheduler()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.run(self.fake.start)
+
+    def run(self, function: Callable[..., object], *args: object) -> None:
+        asyncio.run_coroutine_threadsafe(function(*args), self._loop).result(timeout=15)  # type: ignore[arg-type]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        self.run(self.fake.until, condition)
+
+    def close(self) -> None:
+        self.run(self.fake.stop)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -2,54 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from octavo import Client, ClientClosedError, GenerateResult, InternalError, RequestCancelledError
 
-from tests.unit.client.fake_scheduler import FakeScheduler, expected_text
-
-
-class ThreadedScheduler:
-    """A fake scheduler on an event loop of its own, so that tests may block."""
-
-    def __init__(self) -> None:
-        self.fake = FakeScheduler()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        self.run(self.fake.start)
-
-    def run(self, function: Callable[..., object], *args: object) -> None:
-        asyncio.run_coroutine_threadsafe(function(*args), self._loop).result(timeout=15)  # type: ignore[arg-type]
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        self.run(self.fake.until, condition)
-
-    def close(self) -> None:
-        self.run(self.fake.stop)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+from tests.unit.client.fake_scheduler import ThreadedScheduler, expected_text
 
 
 @pytest.fixture
-def scheduler() -> Iterator[ThreadedScheduler]:
-    threaded = ThreadedScheduler()
-    yield threaded
-    threaded.close()
-
-
-@pytest.fixture
-def client(scheduler: ThreadedScheduler) -> Iterator[Client]:
-    with Client(scheduler.fake.endpoint, connect_timeout=5) as one:
+def client(threaded: ThreadedScheduler) -> Iterator[Client]:
+    with Client(threaded.fake.endpoint, connect_timeout=5) as one:
         yield one
 
 
@@ -88,7 +57,7 @@ def test_batch_and_batch_iter_return_each_outcome(client: Client) -> None:
     assert sorted(iterated) == [0, 1, 2]
 
 
-def test_many_threads_share_one_client(client: Client, scheduler: ThreadedScheduler) -> None:
+def test_many_threads_share_one_client(client: Client, threaded: ThreadedScheduler) -> None:
     def work(seed: int) -> bool:
         if seed % 2:
             return client.generate("x", max_tokens=5, seed=seed).text == expected_text(seed, 5)
@@ -98,34 +67,32 @@ def test_many_threads_share_one_client(client: Client, scheduler: ThreadedSchedu
 
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(work, range(100)))
-    assert scheduler.fake.sessions == 1
+    assert threaded.fake.sessions == 1
 
 
-def test_break_out_of_a_stream_cancels_on_the_server(client: Client, scheduler: ThreadedScheduler) -> None:
-    scheduler.run(scheduler.fake.hold, 3)
+def test_break_out_of_a_stream_cancels_on_the_server(client: Client, threaded: ThreadedScheduler) -> None:
+    threaded.run(threaded.fake.hold, 3)
     for _ in client.stream("hello", max_tokens=100, request_id="gone"):
         break
     gc.collect()
 
-    scheduler.until(lambda: scheduler.fake.cancelled == ["gone"])
+    threaded.until(lambda: threaded.fake.cancelled == ["gone"])
 
 
-def test_close_from_another_thread_ends_a_blocked_stream(
-    client: Client, scheduler: ThreadedScheduler
-) -> None:
-    scheduler.run(scheduler.fake.hold, 0)
+def test_close_from_another_thread_ends_a_blocked_stream(client: Client, threaded: ThreadedScheduler) -> None:
+    threaded.run(threaded.fake.hold, 0)
     stream = client.stream("hello", max_tokens=100)
     with ThreadPoolExecutor(1) as pool:
         blocked = pool.submit(next, stream)
-        scheduler.until(lambda: len(scheduler.fake.requests) == 1)
+        threaded.until(lambda: len(threaded.fake.requests) == 1)
         stream.close()
         with pytest.raises(RequestCancelledError):
             blocked.result(timeout=10)
 
 
-def test_client_dropped_ends_its_thread_and_its_requests(scheduler: ThreadedScheduler) -> None:
-    scheduler.run(scheduler.fake.hold, 1)
-    client = Client(scheduler.fake.endpoint)
+def test_client_dropped_ends_its_thread_and_its_requests(threaded: ThreadedScheduler) -> None:
+    threaded.run(threaded.fake.hold, 1)
+    client = Client(threaded.fake.endpoint)
     stream = client.stream("hello", max_tokens=100, request_id="dropped")
     next(stream)
     (thread,) = (one for one in threading.enumerate() if one.name == "octavo-client")
@@ -135,7 +102,7 @@ def test_client_dropped_ends_its_thread_and_its_requests(scheduler: ThreadedSche
 
     thread.join(timeout=10)
     assert not thread.is_alive()
-    scheduler.until(lambda: "dropped" in scheduler.fake.cancelled)
+    threaded.until(lambda: "dropped" in threaded.fake.cancelled)
 
 
 def test_closed_client_refuses_and_closes_again_quietly(client: Client) -> None:
@@ -155,9 +122,9 @@ client = octavo.Client(sys.argv[1])
 """
 
 
-def run_script(scheduler: ThreadedScheduler, body: str) -> subprocess.CompletedProcess[str]:
+def run_script(threaded: ThreadedScheduler, body: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(  # noqa: S603 # our own interpreter
-        [sys.executable, "-c", SCRIPT_PROLOGUE + body, scheduler.fake.endpoint],
+        [sys.executable, "-c", SCRIPT_PROLOGUE + body, threaded.fake.endpoint],
         capture_output=True,
         text=True,
         timeout=30,
@@ -166,7 +133,7 @@ def run_script(scheduler: ThreadedScheduler, body: str) -> subprocess.CompletedP
     )
 
 
-def test_client_carried_over_a_fork_says_so_and_the_parent_goes_on(scheduler: ThreadedScheduler) -> None:
+def test_client_carried_over_a_fork_says_so_and_the_parent_goes_on(threaded: ThreadedScheduler) -> None:
     body = """
 client.generate("x", max_tokens=1)
 stream = client.stream("x", max_tokens=3)
@@ -181,22 +148,22 @@ if child == 0:
 _, status = os.waitpid(child, 0)
 print("parent:", status, len(list(stream)) > 0, client.generate("x", max_tokens=1).finish_reason.name)
 """
-    done = run_script(scheduler, body)
+    done = run_script(threaded, body)
 
     assert "child: the client was made before a fork" in done.stdout, done.stderr
     assert "parent: 0 True LENGTH" in done.stdout, done.stderr
     assert done.stderr == ""
 
 
-def test_interpreter_exits_with_a_stream_open_hangs_and_prints_nothing(scheduler: ThreadedScheduler) -> None:
-    scheduler.run(scheduler.fake.hold, 1)
-    done = run_script(scheduler, "stream = client.stream('x', max_tokens=50); next(stream)")
+def test_interpreter_exits_with_a_stream_open_hangs_and_prints_nothing(threaded: ThreadedScheduler) -> None:
+    threaded.run(threaded.fake.hold, 1)
+    done = run_script(threaded, "stream = client.stream('x', max_tokens=50); next(stream)")
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    scheduler.until(lambda: len(scheduler.fake.cancelled) == 1)
+    threaded.until(lambda: len(threaded.fake.cancelled) == 1)
 
 
-def test_interrupt_while_waiting_cancels_the_request(scheduler: ThreadedScheduler) -> None:
+def test_interrupt_while_waiting_cancels_the_request(threaded: ThreadedScheduler) -> None:
     body = """
 import signal, threading
 signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -206,8 +173,8 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    scheduler.run(scheduler.fake.hold, 0)
-    done = run_script(scheduler, body)
+    threaded.run(threaded.fake.hold, 0)
+    done = run_script(threaded, body)
 
     assert done.stdout == "interrupted\n", done.stderr
-    scheduler.until(lambda: len(scheduler.fake.cancelled) == 1)
+    threaded.until(lambda: len(threaded.fake.cancelled) == 1)

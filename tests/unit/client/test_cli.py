@@ -1,0 +1,243 @@
+"""The command line against a real gRPC server."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from octavo import AsyncClient
+from octavo.cli import chat, output
+from octavo.cli.main import main
+
+from tests.unit.client.fake_scheduler import ThreadedScheduler, expected_text
+
+Capture = pytest.CaptureFixture[str]
+
+
+def octavo(threaded: ThreadedScheduler, *arguments: str) -> int:
+    return main([*arguments, "--endpoint", threaded.fake.endpoint])
+
+
+def test_generate_streams_the_text_to_stdout(threaded: ThreadedScheduler, capsys: Capture) -> None:
+    code = octavo(threaded, "generate", "hello", "--max-tokens", "4", "--seed", "3")
+
+    assert (code, capsys.readouterr().out) == (0, expected_text(3, 4) + "\n")
+
+
+def test_generate_json_prints_the_whole_result(threaded: ThreadedScheduler, capsys: Capture) -> None:
+    code = octavo(threaded, "generate", "hello", "--max-tokens", "2", "--seed", "3", "--n", "2", "--json")
+
+    result = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert [choice["text"] for choice in result["choices"]] == [expected_text(3, 2, at) for at in range(2)]
+    assert result["choices"][0]["finish_reason"] == "length"
+    assert result["choices"][0]["usage"]["prompt_tokens"] == 3
+
+
+def test_generate_dash_reads_the_prompt_from_stdin(
+    threaded: ThreadedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    assert octavo(threaded, "generate", "-", "--max-tokens", "1") == 0
+
+    assert threaded.fake.requests[0].text == "from a pipe"
+
+
+def test_generate_flags_become_options_of_the_request(threaded: ThreadedScheduler) -> None:
+    flags = "--temperature 0.5 --stop A --stop B --priority interactive --deadline 9 --ignore-eos"
+    octavo(threaded, "generate", "x", "--max-tokens", "1", *flags.split())
+
+    request = threaded.fake.requests[0]
+    assert request.sampling.temperature == 0.5
+    assert list(request.sampling.stop) == ["A", "B"]
+    assert request.sampling.ignore_eos
+    assert request.terms.priority == 1
+    assert 8000 < request.terms.deadline_ms <= 9000
+
+
+def test_generate_several_outputs_without_json_is_wrong_usage(
+    threaded: ThreadedScheduler, capsys: Capture
+) -> None:
+    assert octavo(threaded, "generate", "x", "--n", "2") == 2
+    assert "need --json" in capsys.readouterr().err
+
+
+def test_chat_message_prints_the_answer(threaded: ThreadedScheduler, capsys: Capture) -> None:
+    code = octavo(
+        threaded, "chat", "--message", "hi", "--system", "be brief", "--max-tokens", "3", "--seed", "1"
+    )
+
+    assert (code, capsys.readouterr().out) == (0, expected_text(1, 3) + "\n")
+    assert [turn.role for turn in threaded.fake.requests[0].chat.messages] == ["system", "user"]
+
+
+def test_chat_conversation_keeps_its_turns_until_reset(
+    threaded: ThreadedScheduler, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    said = "first\n\nsecond\n/reset\n/system be kind\nthird\n/unknown\n/quit\nnever\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+    assert octavo(threaded, "chat", "--max-tokens", "1", "--seed", "1") == 0
+
+    turns = [[turn.content for turn in request.chat.messages] for request in threaded.fake.requests]
+    assert turns == [
+        ["first"],
+        ["first", expected_text(1, 1), "second"],
+        ["be kind", "third"],
+    ]
+    assert chat.HELP in capsys.readouterr().err
+
+
+def test_status_shows_workers_queues_and_outcomes(threaded: ThreadedScheduler, capsys: Capture) -> None:
+    assert octavo(threaded, "status") == 0
+
+    shown = capsys.readouterr().out
+    for part in ("fake-1", "level 0 (normal)", "1 h 2 min", "3 live, 12 so far", "7 STOP, 2 QUEUE_FULL"):
+        assert part in shown
+    w0, w1 = (line.split() for line in shown.splitlines() if line.startswith(("w0", "w1")))
+    assert w0[:5] == ["w0", "fake", "torch", "ready", "3/32"]
+    assert "25%" in w0
+    assert "lost" in w1
+    assert ["fake", "interactive", "4", "400", "250", "ms"] in [line.split() for line in shown.splitlines()]
+
+
+def test_status_json_and_watch_print_each_status(threaded: ThreadedScheduler, capsys: Capture) -> None:
+    assert octavo(threaded, "status", "--json", "--watch", "0.1") == 0
+
+    documents = capsys.readouterr().out.split("\n{")
+    assert len(documents) == 3
+    assert json.loads(documents[0])["workers"][0]["pool"]["active"] == 10
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code", "said"),
+    [
+        ("refuse INVALID_REQUEST 3", 2, "refused: INVALID_REQUEST"),
+        ("refuse NO_WORKER 14", 3, "refused: NO_WORKER"),
+        ("refuse QUEUE_FULL 8", 4, "try again in 1.5 s"),
+        ("refuse QUEUE_TIMEOUT 4", 5, "QUEUE_TIMEOUT"),
+        ("refuse POISON 10", 1, "[POISON]"),
+    ],
+)
+def test_error_is_one_line_with_the_documented_exit_code(
+    threaded: ThreadedScheduler, capsys: Capture, prompt: str, code: int, said: str
+) -> None:
+    assert octavo(threaded, "generate", prompt) == code
+
+    error = capsys.readouterr().err
+    assert error.startswith("octavo: error: ")
+    assert error.count("\n") == 1
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "code", "said"),
+    [("127.0.0.1:1", 3, "127.0.0.1:1: connection refused"), ("http://x", 2, "must be host:port")],
+)
+def test_bad_endpoint_is_one_line(capsys: Capture, endpoint: str, code: int, said: str) -> None:
+    assert main(["generate", "x", "--endpoint", endpoint, "--connect-timeout", "0.1"]) == code
+
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
+
+
+def test_endpoint_comes_from_the_environment(
+    threaded: ThreadedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_ENDPOINT", threaded.fake.endpoint)
+
+    assert main(["generate", "x", "--max-tokens", "1"]) == 0
+
+
+def test_reader_leaves_early_ends_quietly(threaded: ThreadedScheduler) -> None:
+    command = f"{sys.executable} -m octavo.cli.main generate x --max-tokens 20000 | head -c 10"
+    done = subprocess.run(  # noqa: S602 # a pipe is what is tested
+        command,
+        shell=True,
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, "OCTAVO_ENDPOINT": threaded.fake.endpoint},
+        check=False,
+    )
+
+    assert (len(done.stdout), done.stderr) == (10, b"")
+
+
+def test_no_command_prints_every_command(capsys: Capture) -> None:
+    assert main([]) == 2
+
+    shown = capsys.readouterr().out
+    for command in ("up", "scheduler", "worker", "generate", "chat", "status"):
+        assert f"  {command} " in shown
+
+
+def test_version_is_printed(capsys: Capture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("octavo 0.")
+
+
+@pytest.mark.parametrize("service", ["scheduler", "worker"])
+def test_service_help_lists_the_settings_with_their_defaults(capsys: Capture, service: str) -> None:
+    with pytest.raises(SystemExit):
+        main([service, "--help"])
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--max-num-seqs N" in shown
+    assert "--enable-faults, --no-enable-faults" in shown
+    assert "(default: 127.0.0.1:50" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["worker", "--max-num-seqs", "many"], "max_num_seqs"),
+        (["worker", "--listen", "nowhere"], "listen"),
+        (["scheduler", "--policy", "best"], "policy"),
+        (["scheduler", "--workers", "nonsense"], "workers"),
+    ],
+)
+def test_service_wrong_setting_is_named_in_one_line(capsys: Capture, arguments: list[str], said: str) -> None:
+    assert main(arguments) == 2
+
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
+
+
+@pytest.mark.parametrize("service", ["scheduler", "worker", "up"])
+def test_service_without_its_extra_names_the_extra(service: str) -> None:
+    block = (
+        "import sys; sys.modules['pydantic_settings'] = None; "
+        f"from octavo.cli.main import main; sys.exit(main(['{service}']))"
+    )
+    done = subprocess.run(  # noqa: S603 # our own interpreter
+        [sys.executable, "-c", block], capture_output=True, text=True, timeout=30, check=False
+    )
+
+    extra = "scheduler" if service == "up" else service
+    assert done.returncode == 1
+    assert f"pip install 'octavo[{extra}]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+async def test_sdk_reads_status_and_drains(threaded: ThreadedScheduler) -> None:
+    async with AsyncClient(threaded.fake.endpoint) as client:
+        status = await client.status()
+        drained = await client.drain(grace=2)
+        watched = [one async for one in client.watch_status(0.1)]
+
+    assert status.workers[0].pool.active == 10
+    assert status.queues[0].oldest_wait_s == 0.25
+    assert (drained.running, drained.waiting) == (3, 2000)
+    assert watched == [status] * 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.0123, "12 ms"), (2.34, "2.3 s"), (61, "1 min 1 s"), (7260, "2 h 1 min")]
+)
+def test_duration_reads_as_people_say_it(seconds: float, shown: str) -> None:
+    assert output.duration(seconds) == shown
