@@ -1,0 +1,55 @@
+"""Which vLLM is installed, and what must stand in the environment before it is imported."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from typing import Final
+
+from worker_svc.errors import SettingsError
+
+SUPPORTED_VERSION: Final = "0.32.0"
+DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+
+_PINNED: Final = {
+    # The second model runner treats resumed requests and prefill tokens in another way.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # The executor runs in the engine's thread; with "1" the CPU build would move it into a process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_DEFAULTS: Final = {
+    # vLLM's records go where ours go.
+    "VLLM_CONFIGURE_LOGGING": "0",
+}
+
+
+def installed_version() -> str | None:
+    """Return the version of the vLLM that is installed, without its local part."""
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def prepare() -> None:
+    """Pin what this runner relies on; must come before vLLM is imported.
+
+    Raises:
+        SettingsError: vLLM is missing, or it is a version whose internals this runner does not know.
+    """
+    version = installed_version()
+    if version is None:
+        raise SettingsError(
+            "vLLM is not installed: `pip install octavo[vllm]` on a machine with a GPU, "
+            "scripts/install_vllm_cpu.sh on one without"
+        )
+    if version != SUPPORTED_VERSION:
+        raise SettingsError(
+            f"vLLM {version} is installed; this runner drives the internals of {SUPPORTED_VERSION}, no other"
+        )
+    os.environ.update(_PINNED)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)

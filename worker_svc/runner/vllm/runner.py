@@ -1,0 +1,261 @@
+"""The vLLM backend: steps of the engine as steps of vLLM's model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+from octavo.protocol.steps import TokenLogprobs
+from octavo.sampling import SamplingParams
+
+from worker_svc.errors import SettingsError, StepError, StepFailed
+from worker_svc.runner.base import BlockCopy, CopyTicket, ModelInfo, Progress, Row, StepBatch, StepResult
+from worker_svc.runner.vllm import installed
+from worker_svc.runner.vllm.sampling import draw_seed, sampling_kwargs, unsupported
+from worker_svc.runner.vllm.settings import VllmSettings, engine_args
+from worker_svc.sequence import Sequence
+
+if TYPE_CHECKING:
+    from worker_svc.runner.vllm.internals import StartedRow, StepInput
+
+_GREEDY_BELOW: Final = 1e-5
+"""vLLM takes lower temperatures as greedy."""
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """What vLLM knows of a sequence."""
+
+    req_id: str
+    num_blocks: int
+    draws: bool
+
+
+class VllmRunner:
+    """A model in vLLM's executor.
+
+    vLLM keeps a row of its own per sequence: it is told of a sequence when that first runs, and then of
+    what was added to it. After a failed step all rows are forgotten and told anew from the sequences,
+    since nobody knows how far each rank got.
+    """
+
+    def __init__(self, settings: VllmSettings, info: ModelInfo, progress: Progress) -> None:
+        """Load the model.
+
+        Args:
+            settings: what to load and how.
+            info: what the model's files say; the rest is filled in from vLLM.
+            progress: called with what is being done.
+
+        Raises:
+            SettingsError: vLLM is missing or of another version, or the settings cannot work.
+            ModelLoadError: the model cannot be loaded.
+        """
+        installed.prepare()
+        from worker_svc.runner.vllm import internals  # noqa: PLC0415 - only now is the environment pinned
+
+        self._vllm = internals
+        if settings.trust_remote_code:
+            log.warning(
+                "trust_remote_code_is_on", model=str(settings.model), meaning="code of the model runs here"
+            )
+        self._settings = settings
+        progress("loading the model into vLLM", 0.0)
+        args = engine_args(settings, on_cpu=internals.platform_is_cpu())
+        self._engine = internals.Engine(args, settings.adapters)
+        progress("loading the model into vLLM", 1.0)
+        engine = self._engine
+        self._info = replace(
+            info,
+            runner="vllm",
+            dtype=engine.dtype,
+            kv_dtype=engine.kv_dtype,
+            vocab_size=engine.vocab_size,
+            max_model_len=engine.max_model_len,
+            kv_bytes_per_token=engine.kv_bytes_per_token,
+            adapters=tuple(settings.adapters),
+            device=engine.device,
+        )
+        self._tracked: dict[int, _Tracked] = {}
+        self._finished: set[str] = set()
+        self._num_started = 0
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model's description."""
+        return self._info
+
+    def available_kv_bytes(self, utilization: float) -> int:
+        """Return the bytes that KV blocks may take in each rank, from vLLM's profile."""
+        return self._engine.available_kv_bytes(utilization)
+
+    def allocate(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
+        """Make the KV memory, and compile or capture what runs over it."""
+        if block_size != self._settings.block_size:
+            raise SettingsError(
+                f"vLLM was started with blocks of {self._settings.block_size}, not {block_size}"
+            )
+        self._engine.allocate(num_blocks, num_host_blocks)
+
+    def supports(self, sampling: SamplingParams) -> str | None:
+        """Return what of `sampling` cannot be done, or None."""
+        problem = unsupported(sampling, self._info.vocab_size)
+        if problem is None:
+            try:
+                self._sampling(sampling)
+            except ValueError as error:
+                return f"vLLM refuses the sampling parameters: {error}"
+        return problem
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Compute one step; see `ModelRunner.execute`."""
+        for handle in batch.removed:
+            self._forget(handle)
+        if not batch.rows and not self._finished:
+            return StepResult({}, {})
+        step = self._step_input(batch.rows)
+        try:
+            output = self._engine.step(step)
+            # Only now: until a step went through, vLLM may not have forgotten them.
+            self._finished = set()
+            return self._result(batch.rows, output)
+        except StepError:
+            for handle in tuple(self._tracked):
+                self._forget(handle)
+            raise
+
+    def copy_to_host(self, copies: Seq[BlockCopy]) -> None:
+        """Copy blocks out."""
+        self._engine.copy(self._pairs(copies), to_host=True)
+
+    def copy_to_device(self, copies: Seq[BlockCopy]) -> CopyTicket:
+        """Start to copy blocks in."""
+        self._engine.copy(self._pairs(copies), to_host=False)
+        return _Ticket(self)
+
+    def copies_done(self) -> bool:
+        """Return whether every copy to the device has arrived."""
+        return self._engine.copies_done()
+
+    def close(self) -> None:
+        """End vLLM's ranks and give their memory back."""
+        self._engine.close()
+
+    def _sampling(self, sampling: SamplingParams) -> Any:
+        kwargs = sampling_kwargs(sampling, self._info.eos_token_ids, self._info.vocab_size)
+        return self._vllm.make_sampling(kwargs)
+
+    def _forget(self, handle: int) -> None:
+        tracked = self._tracked.pop(handle, None)
+        if tracked is not None:
+            self._finished.add(tracked.req_id)
+
+    def _step_input(self, rows: Seq[Row]) -> StepInput:
+        started: list[StartedRow] = []
+        running = self._vllm.RunningRows()
+        num_scheduled: dict[str, int] = {}
+        draw_seeds: dict[str, int] = {}
+        for row in rows:
+            sequence = row.sequence
+            tracked = self._tracked.get(sequence.handle)
+            if tracked is None:
+                tracked, new_row = self._start(row)
+                started.append(new_row)
+            else:
+                table = sequence.block_table
+                new_blocks: tuple[list[int]] | None = None
+                if len(table) > tracked.num_blocks:
+                    new_blocks = ([block + self._vllm.NULL_BLOCKS for block in table[tracked.num_blocks :]],)
+                    tracked.num_blocks = len(table)
+                running.req_ids.append(tracked.req_id)
+                running.new_block_ids.append(new_blocks)
+                running.num_computed_tokens.append(row.start)
+                running.num_output_tokens.append(sequence.num_output_tokens)
+            num_scheduled[tracked.req_id] = row.num_tokens
+            if row.sample and tracked.draws:
+                position = row.start + row.num_tokens
+                draw_seeds[tracked.req_id] = draw_seed(sequence.sampling.seed or 0, sequence.choice, position)
+        return self._vllm.StepInput(self._finished, started, running, num_scheduled, draw_seeds)
+
+    def _start(self, row: Row) -> tuple[_Tracked, StartedRow]:
+        """Return what vLLM must know of a sequence that it does not know yet.
+
+        Request ids are never reused: a known one takes another path in vLLM.
+        """
+        sequence = row.sequence
+        self._check(sequence)
+        self._num_started += 1
+        tracked = _Tracked(
+            req_id=str(self._num_started),
+            num_blocks=len(sequence.block_table),
+            draws=(1.0 if sequence.sampling.temperature is None else sequence.sampling.temperature)
+            >= _GREEDY_BELOW,
+        )
+        self._tracked[sequence.handle] = tracked
+        return tracked, self._vllm.StartedRow(
+            req_id=tracked.req_id,
+            prompt_token_ids=sequence.token_ids[: sequence.prompt_len],
+            output_token_ids=sequence.token_ids[sequence.prompt_len :],
+            sampling=self._sampling(sequence.sampling),
+            block_ids=[block + self._vllm.NULL_BLOCKS for block in sequence.block_table],
+            num_computed_tokens=row.start,
+            lora=None if sequence.adapter is None else self._engine.loras[sequence.adapter],
+        )
+
+    def _check(self, sequence: Sequence) -> None:
+        """Refuse what would break the step for every row in it, while the culprit is known."""
+        vocab_size = self._info.vocab_size
+        if not all(0 <= token < vocab_size for token in sequence.token_ids):
+            raise StepFailed(f"a token id is outside the vocabulary of {vocab_size}", (sequence.handle,))
+        if sequence.adapter is not None and sequence.adapter not in self._engine.loras:
+            raise StepFailed(f"there is no adapter {sequence.adapter}", (sequence.handle,))
+
+    def _result(self, rows: Seq[Row], output: Any) -> StepResult:
+        token_ids: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        for row in rows:
+            if not row.sample:
+                continue
+            sequence = row.sequence
+            index = output.req_id_to_index[self._tracked[sequence.handle].req_id]
+            (token,) = output.sampled_token_ids[index]
+            if not 0 <= token < self._info.vocab_size:
+                raise StepFailed(f"token {token} was sampled, the logits are not numbers", (sequence.handle,))
+            token_ids[sequence.handle] = token
+            if sequence.sampling.logprobs is not None:
+                logprobs[sequence.handle] = _logprobs(output.logprobs, index, sequence.sampling.logprobs)
+        return StepResult(token_ids, logprobs)
+
+    @staticmethod
+    def _pairs(copies: Seq[BlockCopy]) -> list[tuple[int, int]]:
+        from worker_svc.runner.vllm.internals import NULL_BLOCKS  # noqa: PLC0415 - see __init__
+
+        return [(copy.device_block + NULL_BLOCKS, copy.host_block) for copy in copies]
+
+
+class _Ticket:
+    """Copies to the device, of which vLLM's ranks know only whether all have arrived."""
+
+    def __init__(self, runner: VllmRunner) -> None:
+        self._runner = runner
+        self._arrived = False
+
+    def done(self) -> bool:
+        self._arrived = self._arrived or self._runner.copies_done()
+        return self._arrived
+
+
+def _logprobs(lists: Any, index: int, num_top: int) -> TokenLogprobs:
+    """Return one row of vLLM's arrays, whose column 0 is the sampled token."""
+    token_ids = lists.logprob_token_ids[index].tolist()
+    values = lists.logprobs[index].tolist()
+    return TokenLogprobs(
+        token_id=token_ids[0],
+        logprob=values[0],
+        rank=int(lists.sampled_token_ranks[index]),
+        top_token_ids=tuple(token_ids[1 : num_top + 1]),
+        top_logprobs=tuple(values[1 : num_top + 1]),
+    )

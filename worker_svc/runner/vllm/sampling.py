@@ -1,0 +1,65 @@
+"""Octavo's sampling parameters in vLLM's terms, and the randomness of one token."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Final
+
+from octavo.sampling import SamplingParams
+
+_MASK: Final = 2**64 - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+
+
+def unsupported(sampling: SamplingParams, vocab_size: int) -> str | None:
+    """Return what of `sampling` vLLM's runner cannot do here, or None."""
+    if sampling.structured is not None:
+        return "the vllm runner does not constrain output (structured)"
+    beyond = sorted(token for token in sampling.logit_bias if not 0 <= token < vocab_size)
+    if beyond:
+        return f"logit_bias names token {beyond[0]}, the vocabulary has {vocab_size}"
+    return None
+
+
+def sampling_kwargs(
+    sampling: SamplingParams, eos_token_ids: Collection[int], vocab_size: int
+) -> dict[str, Any]:
+    """Return the keyword arguments of vLLM's SamplingParams.
+
+    The seed is left out: rows are seeded step by step, see `draw_seed`. So are the conditions that end a
+    sequence, which are the engine's; stop tokens serve min_tokens only, and those beyond the vocabulary,
+    which cannot be sampled anyway, would be out of bounds there.
+    """
+    stops = {*sampling.stop_token_ids, *eos_token_ids} if sampling.min_tokens else ()
+    return {
+        "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
+        "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+        "top_k": sampling.top_k or 0,
+        "min_p": sampling.min_p or 0.0,
+        "repetition_penalty": 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty or 0.0,
+        "frequency_penalty": sampling.frequency_penalty or 0.0,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "min_tokens": sampling.min_tokens or 0,
+        "stop_token_ids": [token for token in stops if token < vocab_size],
+        "max_tokens": None,
+        "logprobs": sampling.logprobs,
+        "detokenize": False,
+        "skip_clone": True,
+    }
+
+
+def draw_seed(seed: int, choice: int, position: int) -> int:
+    """Return the 64-bit seed of the token at index `position` of a sequence.
+
+    A function of its arguments alone, so that a sequence that was chunked, preempted or moved draws
+    what it would have drawn. SplitMix64's finalizer, once per argument.
+    """
+    return _mix(_mix(_mix(seed + _GOLDEN) + choice + _GOLDEN) + position + _GOLDEN)
+
+
+def _mix(value: int) -> int:
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
