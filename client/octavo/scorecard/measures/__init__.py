@@ -1,0 +1,1 @@
+"""Measures, one module per subject. Import what is heavy inside the functions."""
