@@ -1,0 +1,176 @@
+"""From a validated call to a request that the core can take."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from array import array
+from dataclasses import dataclass, replace
+from typing import Final
+
+from octavo.protocol.convert import keys_from_proto
+from octavo.protocol.keys import root_key
+from octavo.protocol.steps import Priority
+from octavo.sampling import SamplingParams
+
+from scheduler_svc.calls import ChatPrompt, GenerateCall, ServiceTerms, TextPrompt
+from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.convert import Violations
+from scheduler_svc.core.events import NewRequest
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.models import Model, ModelRegistry
+from scheduler_svc.tokenization import EncodeChat, Encoded, EncodeText, KeySpec, TakeTokens
+from scheduler_svc.tokenizer_pool import TokenizerPool
+
+ANONYMOUS: Final = "anonymous"
+# Making Python integers of this many tokens takes a few hundred microseconds.
+_SLICE_TOKENS: Final = 8192
+# A bare gRPC deadline ends the call on the client's side; ours has to come before it to be heard.
+_DEADLINE_MARGIN_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When and how a request came in. Times in monotonic seconds."""
+
+    core_id: str
+    """Its name in the core: unique among all streams."""
+    at: float
+    rpc_deadline: float | None = None
+    tenant: str = ANONYMOUS
+    paced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that is ready for the core, and its model."""
+
+    request: NewRequest
+    model: Model
+
+
+class Admission:
+    """Tokenizes requests, fills in defaults and checks what depends on the model."""
+
+    def __init__(self, models: ModelRegistry, pool: TokenizerPool, settings: SchedulerSettings) -> None:
+        self._models = models
+        self._pool = pool
+        self._salt_secret = settings.cache_secret.get_secret_value().encode()
+        self._queue_timeout_s = {
+            Priority.INTERACTIVE: settings.queue_timeout_interactive_s,
+            Priority.STANDARD: settings.queue_timeout_standard_s,
+            Priority.BATCH: settings.queue_timeout_batch_s,
+        }
+
+    async def admit(self, call: GenerateCall, arrival: Arrival) -> Admitted:
+        """Return the request for the core.
+
+        Raises:
+            ServiceError: the model is unknown, or the request does not fit it; fields are named.
+        """
+        model = self._models.find(call.model)
+        root = self.root_key(model, arrival.tenant, call.terms.cache_salt)
+        encoded = await self._encode(call, model, KeySpec(root, model.block_size))
+        prompt = await _unpack(encoded.token_ids)
+        sampling = _resolve(call, model, len(prompt))
+        return Admitted(
+            NewRequest(
+                request_id=arrival.core_id,
+                model=model.id,
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                priority=call.terms.priority,
+                tenant=arrival.tenant,
+                prompt_keys=keys_from_proto(encoded.keys),
+                root_key=root,
+                resumed={choice: resumed.token_ids for choice, resumed in call.resumed.items()},
+                paced=arrival.paced,
+                queue_deadline=self._queue_deadline(call.terms, arrival),
+                ttft_deadline=_after(arrival.at, call.terms.ttft_deadline_s),
+                deadline=_deadline(call.terms, arrival),
+            ),
+            model,
+        )
+
+    def root_key(self, model: Model, tenant: str, cache_salt: str) -> bytes:
+        """Return the root of a prompt's block keys: what it is shared among.
+
+        The tenant's part is keyed with a secret, so that nobody can compute another tenant's keys; the
+        request's own salt narrows it further.
+        """
+        message = len(tenant.encode()).to_bytes(4, "little") + tenant.encode() + cache_salt.encode()
+        salt = hmac.digest(self._salt_secret, message, hashlib.sha256)
+        return root_key(model.revision, "", model.kv_dtype, model.block_size, salt)
+
+    async def _encode(self, call: GenerateCall, model: Model, keys: KeySpec) -> Encoded:
+        match call.prompt:
+            case TextPrompt(text):
+                return await self._pool.encode(EncodeText(model.text_key, text, keys=keys), len(text))
+            case ChatPrompt(packed):
+                return await self._pool.encode(EncodeChat(model.text_key, packed, keys), len(packed))
+            case _:
+                packed = call.prompt.packed
+                return await self._pool.encode(TakeTokens(model.text_key, packed, keys), len(packed))
+
+    def _queue_deadline(self, terms: ServiceTerms, arrival: Arrival) -> float | None:
+        timeout_s = terms.queue_timeout_s
+        if timeout_s is None:
+            timeout_s = self._queue_timeout_s[terms.priority]
+        return _after(arrival.at, timeout_s)
+
+
+def _deadline(terms: ServiceTerms, arrival: Arrival) -> float | None:
+    if terms.deadline_s is not None or arrival.rpc_deadline is None:
+        return _after(arrival.at, terms.deadline_s)
+    return arrival.rpc_deadline - min(_DEADLINE_MARGIN_S, (arrival.rpc_deadline - arrival.at) / 10)
+
+
+def _after(start: float, delay_s: float | None) -> float | None:
+    return start + delay_s if delay_s is not None else None
+
+
+async def _unpack(packed: bytes) -> list[int]:
+    """Return token ids as integers. Others get a turn in between when there are many."""
+    packed_ids = array("I")
+    packed_ids.frombytes(packed)
+    ids = packed_ids[:_SLICE_TOKENS].tolist()
+    for start in range(_SLICE_TOKENS, len(packed_ids), _SLICE_TOKENS):
+        await asyncio.sleep(0)
+        ids += packed_ids[start : start + _SLICE_TOKENS].tolist()
+    return ids
+
+
+def _resolve(call: GenerateCall, model: Model, prompt_tokens: int) -> SamplingParams:
+    """Return sampling with everything set that has to be."""
+    sampling = model.resolve(call.sampling)
+    violations: Violations = []
+    left = model.max_model_len - prompt_tokens
+    max_tokens = min(sampling.max_tokens, left) if sampling.max_tokens is not None else left
+    if call.sampling.max_tokens is not None and call.sampling.max_tokens > left:
+        context = f"the prompt has {prompt_tokens} tokens and the context holds {model.max_model_len}"
+        problem = f"must be at most {left}: {context}, got {call.sampling.max_tokens}"
+        violations.append(("sampling.max_tokens", problem))
+    if sampling.min_tokens is not None and sampling.min_tokens > max_tokens:
+        violations.append(("sampling.min_tokens", f"must be at most {max_tokens}, got {sampling.min_tokens}"))
+    for token_id in (*sampling.logit_bias, *sampling.stop_token_ids):
+        if token_id >= model.vocab_size:
+            field = "logit_bias" if token_id in sampling.logit_bias else "stop_token_ids"
+            violations.append(
+                (f"sampling.{field}", f"must name tokens below {model.vocab_size}, got {token_id}")
+            )
+    for choice, resumed in call.resumed.items():
+        if len(resumed.token_ids) > max_tokens:
+            violations.append(
+                (
+                    f"resume[{choice}].token_ids",
+                    f"has {len(resumed.token_ids)} tokens, more than max_tokens ({max_tokens})",
+                )
+            )
+        elif max(resumed.token_ids) >= model.vocab_size:
+            violations.append((f"resume[{choice}].token_ids", f"must be below {model.vocab_size}"))
+    if violations:
+        raise ServiceError.invalid(*violations)
+    seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
+    return replace(sampling, max_tokens=max_tokens, seed=seed)

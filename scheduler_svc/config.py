@@ -1,0 +1,266 @@
+"""Settings of the scheduler: flags, then environment, then a TOML file, then defaults."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import Field, SecretStr, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+from pydantic_settings import (
+    SettingsError as SourceError,
+)
+
+from scheduler_svc.core.config import CoreConfig, StaticConfig
+
+ENV_PREFIX: Final = "OCTAVO_SCHEDULER_"
+TOML_TABLE: Final = "scheduler"
+MAX_MESSAGE_BYTES: Final = 16 << 20
+
+Count = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0)]
+Grace = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=128)]
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; the message names each fault, one a line."""
+
+
+class SchedulerSettings(BaseSettings):
+    """Everything that can be set of a scheduler.
+
+    Each field is also `OCTAVO_SCHEDULER_<NAME>` in the environment and a key of the table
+    `[scheduler]` in the TOML file. Unknown keys are errors in all three.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+
+    config_file: Path | None = Field(None, description="TOML file with a table [scheduler]")
+
+    # Where to be found, and whom to serve with
+    listen: str = Field(
+        "127.0.0.1:50051", description="address of the gRPC port, as host:port; port 0 is any free one"
+    )
+    metrics_port: Port | None = Field(
+        9464, description="Prometheus metrics on the same host; 0 is any free one, `none` is off"
+    )
+    workers: Annotated[tuple[Name, ...], NoDecode] = Field(
+        ("127.0.0.1:50061",),
+        description="workers, as host:port separated by commas; dns:host:port is every address of the name",
+    )
+    scheduler_id: Name | None = Field(
+        None, description="name of this scheduler; by default drawn at each start"
+    )
+
+    # How to schedule
+    policy: Literal["fcfs", "edf", "fair"] = Field("fcfs", description="order of the queue within a class")
+    batching: Literal["continuous", "static"] = Field(
+        "continuous", description="static: one batch in, one batch out, the control arm of experiments"
+    )
+    static_batch_size: Count = Field(8, description="requests in a static batch")
+    static_timeout_s: Seconds = Field(0.5, description="longest wait for a static batch to fill")
+    static_buckets: Annotated[tuple[int, ...], NoDecode] = Field(
+        (), description="upper prompt lengths of the static arm's buckets, separated by commas"
+    )
+    window: Count = Field(2, description="plans outstanding per worker, at most")
+    max_num_seqs: Count | None = Field(
+        None, description="sequences that run on a worker, at most; may only lower its own limit"
+    )
+    max_num_batched_tokens: Count | None = Field(
+        None, description="tokens computed in one step, at most; may only lower the worker's own limit"
+    )
+    max_partial_prefills: Count = Field(
+        4, description="prompts that are computed in chunks at the same time, at most"
+    )
+    chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
+    prefix_caching: bool = Field(True, description="share the KV blocks of common prefixes")
+    watermark: Share = Field(0.01, description="share of a pool that admissions leave free for growth")
+    target_itl_s: Seconds | None = Field(
+        None, description="cap prefill so that a step takes about this long; by default no cap"
+    )
+    tenant_weights: dict[str, float] = Field({}, description="shares of tenants under `fair`, as JSON")
+
+    # How much to take, and for how long
+    max_waiting_requests: Count = Field(500, description="requests that may wait; more are refused")
+    max_waiting_tokens: Count | None = Field(None, description="prompt tokens that may wait")
+    queue_timeout_interactive_s: Grace | None = Field(
+        1.5, description="longest wait of the interactive class, unless a request says otherwise; or `none`"
+    )
+    queue_timeout_standard_s: Grace | None = Field(30.0, description="the same for the standard class")
+    queue_timeout_batch_s: Grace | None = Field(None, description="the same for the batch class")
+    step_watchdog_s: Seconds = Field(30.0, description="a worker that owes a report for longer is lost")
+    max_worker_deaths: Count = Field(
+        2, description="a request whose steps have killed this many workers is quarantined"
+    )
+    max_streams: Count = Field(8192, description="calls of clients that are open at the same time, at most")
+    max_session_requests: Count = Field(4096, description="live requests of one Session stream, at most")
+    max_backlog_bytes: Count = Field(
+        1 << 20, description="output that waits for one slow client; beyond it the stream is cut"
+    )
+
+    # Text
+    tokenizer_processes: Count = Field(2, description="child processes that tokenize")
+    tokenizer_timeout_s: Seconds = Field(10.0, description="longest time for one prompt")
+    cache_secret: SecretStr = Field(
+        SecretStr(""),
+        description="keeps tenants from guessing each other's cache keys; must outlive restarts",
+    )
+
+    # Behaviour
+    drain_grace_s: Grace = Field(30.0, description="seconds that running requests get after SIGTERM")
+    enable_faults: bool = Field(False, description="allow fault injection")
+    price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="in any currency; makes the status show the cost of 1000 tokens"
+    )
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto", description="auto: json unless on a terminal"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least level that is logged"
+    )
+
+    @property
+    def host(self) -> str:
+        """Host of `listen`, without the brackets of an IPv6 address."""
+        return self.listen.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """Port of `listen`."""
+        return int(self.listen.rpartition(":")[2])
+
+    def core_config(self) -> CoreConfig:
+        """Return the settings of the core."""
+        static = None
+        if self.batching == "static":
+            static = StaticConfig(
+                batch_size=self.static_batch_size,
+                timeout_s=self.static_timeout_s,
+                bucket_bounds=self.static_buckets,
+            )
+        return CoreConfig(
+            policy=self.policy,
+            static=static,
+            window=self.window,
+            max_waiting_requests=self.max_waiting_requests,
+            max_waiting_tokens=self.max_waiting_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_partial_prefills=self.max_partial_prefills,
+            chunked_prefill=self.chunked_prefill,
+            prefix_caching=self.prefix_caching,
+            watermark=self.watermark,
+            max_worker_deaths=self.max_worker_deaths,
+            step_watchdog_s=self.step_watchdog_s,
+            target_itl_s=self.target_itl_s,
+            tenant_weights=dict(self.tenant_weights),
+        )
+
+    @model_validator(mode="after")
+    def _addresses(self) -> Self:
+        check_address("listen", self.listen)
+        if not self.workers:
+            raise ValueError("workers must name at least one worker")
+        for worker in self.workers:
+            check_address("workers", worker.removeprefix("dns:"))
+        return self
+
+    @field_validator("workers", "static_buckets", mode="before")
+    @classmethod
+    def _from_commas(cls, value: object) -> object:
+        return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+    @field_validator(
+        "metrics_port",
+        "queue_timeout_interactive_s",
+        "queue_timeout_standard_s",
+        "queue_timeout_batch_s",
+        mode="before",
+    )
+    @classmethod
+    def _none(cls, value: object) -> object:
+        return None if value == "none" else value
+
+    @field_validator("tenant_weights", mode="before")
+    @classmethod
+    def _from_json(cls, value: object) -> object:
+        return json.loads(value) if isinstance(value, str) else value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, environment, then the file that one of them names."""
+        del dotenv_settings, file_secret_settings
+        given = init_settings.init_kwargs if isinstance(init_settings, InitSettingsSource) else {}
+        config_file = given.get("config_file") or os.environ.get(f"{ENV_PREFIX}CONFIG_FILE")
+        table = _read_table(Path(config_file)) if config_file else {}
+        return init_settings, env_settings, InitSettingsSource(settings_cls, table)
+
+    @classmethod
+    def load(cls, flags: Mapping[str, Any]) -> SchedulerSettings:
+        """Return the settings in force; `flags` holds only what was given.
+
+        Raises:
+            SettingsError: a key is unknown or a value is wrong; the message names each, one a line.
+        """
+        unknown = sorted(
+            name
+            for name in os.environ
+            if name.startswith(ENV_PREFIX) and name.removeprefix(ENV_PREFIX).lower() not in cls.model_fields
+        )
+        if unknown:
+            raise SettingsError(f"unknown in the environment: {', '.join(unknown)}")
+        try:
+            return cls(**flags)
+        except ValidationError as error:
+            raise SettingsError("\n".join(map(_describe, error.errors()))) from None
+        except SourceError as error:
+            raise SettingsError(f"in the environment: {error}") from None
+
+
+def check_address(name: str, address: str) -> None:
+    """Raise ValueError unless an address is host:port."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{name} must be host:port, got {address!r}")
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: {error}") from None
+    table = tables.get(TOML_TABLE, {})
+    if not isinstance(table, dict):
+        raise SettingsError(f"{path}: {TOML_TABLE} must be a table")
+    return table
+
+
+def _describe(error: ErrorDetails) -> str:
+    where = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"{where}: no such setting"
+    problem = error["msg"].removeprefix("Value error, ")
+    return f"{where}: {problem}, got {error['input']!r}" if where else problem

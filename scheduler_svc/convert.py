@@ -1,0 +1,175 @@
+"""The public API: protobuf on one side, validated records on the other.
+
+`x_from_proto` checks what can be checked without the model and names every fault at once.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Final
+
+from octavo.protocol.convert import finish_reason_to_proto, logprobs_to_proto
+from octavo.protocol.convert_sampling import ProtocolError, sampling_from_proto
+from octavo.protocol.steps import Priority, TokenLogprobs
+from octavo.sampling import SamplingParams
+from octavo.v1 import common_pb2
+from octavo.v1 import generation_pb2 as pb
+
+from scheduler_svc.calls import (
+    ChatPrompt,
+    GenerateCall,
+    ResumedChoice,
+    ServiceTerms,
+    TextPrompt,
+    TokenPrompt,
+)
+from scheduler_svc.core.effects import Accepted, ChoiceTimings, FinishChoice
+from scheduler_svc.errors import ServiceError
+
+MAX_REQUEST_ID: Final = 128
+MAX_CACHE_SALT: Final = 1024
+
+Violations = list[tuple[str, str]]
+
+
+def generate_from_proto(message: pb.GenerateRequest) -> GenerateCall:
+    """Return the request.
+
+    Raises:
+        ServiceError: fields are wrong; each is named.
+    """
+    violations: Violations = []
+    if len(message.request_id) > MAX_REQUEST_ID:
+        violations.append(("request_id", f"must have at most {MAX_REQUEST_ID} characters"))
+    sampling = _sampling(message.sampling, violations)
+    call = GenerateCall(
+        request_id=message.request_id or uuid.uuid4().hex,
+        model=message.model,
+        prompt=_prompt(message, violations),
+        sampling=sampling,
+        terms=_terms(message.terms, violations),
+        resumed=_resumed(message.resume, sampling.n or 1, violations),
+        return_token_ids=message.return_token_ids,
+        skip_text=message.skip_text,
+        keep_special_tokens=message.keep_special_tokens,
+    )
+    if violations:
+        raise ServiceError.invalid(*violations)
+    return call
+
+
+def _prompt(message: pb.GenerateRequest, violations: Violations) -> TextPrompt | ChatPrompt | TokenPrompt:
+    match message.WhichOneof("input"):
+        case "text":
+            if not message.text:
+                violations.append(("text", "must not be empty"))
+            return TextPrompt(message.text)
+        case "tokens":
+            if not message.tokens.ids:
+                violations.append(("tokens.ids", "must not be empty"))
+            return TokenPrompt(message.tokens.SerializeToString())
+        case "chat":
+            if not message.chat.messages:
+                violations.append(("chat.messages", "must not be empty"))
+            return ChatPrompt(message.chat.SerializeToString())
+        case None:
+            violations.append(("input", "one of text, tokens and chat must be set"))
+            return TextPrompt("")
+
+
+def _sampling(message: common_pb2.SamplingParams, violations: Violations) -> SamplingParams:
+    try:
+        sampling = sampling_from_proto(message)
+    except ProtocolError as error:
+        violations.append((f"sampling.{error.field}", str(error).removeprefix(f"{error.field}: ")))
+        return SamplingParams()
+    violations += [(f"sampling.{name}", problem) for name, problem in sampling.violations()]
+    return sampling
+
+
+def _terms(message: pb.ServiceTerms, violations: Violations) -> ServiceTerms:
+    def seconds(name: str) -> float | None:
+        return getattr(message, name) / 1000 if message.HasField(name) else None  # type: ignore[arg-type]  # a field's name
+
+    try:
+        priority = Priority(message.priority or Priority.STANDARD)
+    except ValueError:
+        violations.append(("terms.priority", f"unknown value {message.priority}"))
+        priority = Priority.STANDARD
+    for name in ("ttft_deadline_ms", "deadline_ms"):
+        if seconds(name) == 0:
+            violations.append((f"terms.{name}", "must be positive"))
+    if len(message.cache_salt) > MAX_CACHE_SALT:
+        violations.append(("terms.cache_salt", f"must have at most {MAX_CACHE_SALT} characters"))
+    return ServiceTerms(
+        priority=priority,
+        queue_timeout_s=seconds("queue_timeout_ms"),
+        ttft_deadline_s=seconds("ttft_deadline_ms"),
+        deadline_s=seconds("deadline_ms"),
+        cache_salt=message.cache_salt,
+    )
+
+
+def _resumed(
+    messages: Sequence[pb.ResumedChoice], choices: int, violations: Violations
+) -> dict[int, ResumedChoice]:
+    resumed: dict[int, ResumedChoice] = {}
+    for index, message in enumerate(messages):
+        if message.choice >= choices:
+            violations.append(
+                (f"resume[{index}].choice", f"must be below n ({choices}), got {message.choice}")
+            )
+        elif message.choice in resumed:
+            violations.append((f"resume[{index}].choice", f"choice {message.choice} is named twice"))
+        elif message.token_ids:
+            resumed[message.choice] = ResumedChoice(tuple(message.token_ids[:]), message.shown_bytes)
+        elif message.shown_bytes:
+            violations.append((f"resume[{index}].shown_bytes", "there is no text without tokens"))
+    return resumed
+
+
+# Events
+
+
+def accepted_to_proto(accepted: Accepted, *, request_id: str, prompt_tokens: int, seed: int) -> pb.Accepted:
+    """Convert; `request_id` is the client's name for it."""
+    return pb.Accepted(
+        request_id=request_id,
+        queue_position=accepted.queue_position,
+        estimated_wait_ms=(
+            round(accepted.estimated_wait_s * 1000) if accepted.estimated_wait_s is not None else None
+        ),
+        prompt_tokens=prompt_tokens,
+        seed=seed,
+    )
+
+
+def timings_to_proto(timings: ChoiceTimings) -> common_pb2.Timings:
+    """Convert; a choice without a token has no TTFT, and 0 stands for it."""
+    return common_pb2.Timings(
+        queue_ms=timings.queue_s * 1000,
+        ttft_ms=(timings.ttft_s or 0.0) * 1000,
+        tpot_ms=timings.tpot_s * 1000,
+        total_ms=timings.total_s * 1000,
+        preemptions=timings.preemptions,
+        recoveries=timings.recoveries,
+    )
+
+
+def fill_finished(message: pb.Finished, finish: FinishChoice, usage: common_pb2.Usage, seed: int) -> None:
+    """Fill in how a choice ended."""
+    message.choice = finish.choice
+    message.reason = finish_reason_to_proto(finish.reason)
+    message.usage.CopyFrom(usage)
+    message.timings.CopyFrom(timings_to_proto(finish.timings))
+    message.seed = seed
+    if finish.stop_token_id is not None:
+        message.stop_token_id = finish.stop_token_id
+    if finish.error is not None:
+        message.error.CopyFrom(ServiceError.from_core(finish.error).to_proto())
+
+
+def add_logprobs(message: pb.Delta, logprobs: Sequence[TokenLogprobs]) -> None:
+    """Add the log probabilities of some tokens to a delta."""
+    message.logprobs.extend(map(logprobs_to_proto, logprobs))

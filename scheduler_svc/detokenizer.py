@@ -1,0 +1,250 @@
+"""From tokens to text, one token at a time: whole characters only, and nothing twice.
+
+Most tokenizers of language models are one of two kinds, for which the text of a token does not depend
+on its neighbours: byte-level, and SentencePiece with byte fallback. For these a table of token bytes
+and a UTF-8 decoder do the work in a fraction of the time; whatever else comes goes through the
+tokenizer's own decoder. The table is made, and checked against the tokenizer, where the tokenizer is
+loaded: in a child process (`tokenization.py`).
+"""
+
+from __future__ import annotations
+
+import codecs
+import enum
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+REPLACEMENT: Final = "\ufffd"
+PROMPT_TAIL: Final = 8
+"""Tokens of the prompt that decide how the text goes on after them."""
+_utf8_decoder: Final = codecs.getincrementaldecoder("utf-8")
+
+
+class TextStream(Protocol):
+    """The text of one choice as its tokens come."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens complete."""
+
+    def flush(self) -> str:
+        """Return what is left at the end: an unfinished character, as the tokenizer decodes it."""
+
+
+class TableKind(enum.Enum):
+    """How the bytes of tokens become text."""
+
+    BYTE_LEVEL = "byte_level"
+    """All bytes are joined before they are decoded."""
+    BYTE_FALLBACK = "byte_fallback"
+    """Only byte tokens (<0xNN>) are joined; every other token is text of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """The bytes of every token. Token i has `data[offsets[i]:offsets[i + 1]]`."""
+
+    kind: TableKind
+    data: bytes
+    offsets: array[int]
+    special: frozenset[int]
+    """Tokens that are no text unless the client asks for them."""
+    byte_tokens: frozenset[int] = field(default_factory=frozenset)
+    strips_first_space: bool = False
+    """A space at the very start of the text is no part of it (SentencePiece's dummy prefix)."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token; none for an id that the tokenizer does not know."""
+        if not 0 <= token_id < len(self):
+            return b""
+        return self.data[self.offsets[token_id] : self.offsets[token_id + 1]]
+
+    @property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token."""
+        return max(
+            (end - start for start, end in zip(self.offsets, self.offsets[1:], strict=False)), default=1
+        )
+
+    def stream(self, prompt_tail: Sequence[int], *, keep_special: bool) -> TextStream:
+        """Return the stream of a text that goes on after a prompt."""
+        if self.kind is TableKind.BYTE_LEVEL:
+            return ByteLevelStream(self, prompt_tail, keep_special=keep_special)
+        return ByteFallbackStream(self, prompt_tail, keep_special=keep_special)
+
+
+class ByteLevelStream:
+    """Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM): text is what the bytes of all tokens decode to."""
+
+    __slots__ = ("_decode", "_skipped", "_table")
+
+    def __init__(self, table: TokenTable, prompt_tail: Sequence[int], *, keep_special: bool) -> None:
+        self._table = table
+        self._skipped: frozenset[int] = frozenset() if keep_special else table.special
+        self._decode = _utf8_decoder("replace").decode
+        # A prompt may end inside a character that the first tokens complete.
+        self.feed(prompt_tail)
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens complete."""
+        table, skipped = self._table, self._skipped
+        data, offsets, size = table.data, table.offsets, len(table.offsets) - 1
+        return self._decode(
+            b"".join(
+                [data[offsets[i] : offsets[i + 1]] for i in token_ids if 0 <= i < size and i not in skipped]
+            )
+        )
+
+    def flush(self) -> str:
+        """Return what is left at the end."""
+        return self._decode(b"", True)
+
+
+class ByteFallbackStream:
+    """SentencePiece with byte fallback (Llama 2, Mistral, Gemma).
+
+    A run of byte tokens that is not UTF-8 decodes to one replacement character per byte. Characters
+    are given out as soon as they are whole, so a run that turns invalid only later has been shown up
+    to there; the tokenizer, which sees the whole run, would have replaced all of it.
+    """
+
+    __slots__ = ("_at_start", "_decoder", "_pending", "_skipped", "_table")
+
+    def __init__(self, table: TokenTable, prompt_tail: Sequence[int], *, keep_special: bool) -> None:
+        self._table = table
+        self._skipped: frozenset[int] = frozenset() if keep_special else table.special
+        self._decoder = _utf8_decoder("strict")
+        self._pending = 0
+        self._at_start = table.strips_first_space
+        self.feed(prompt_tail)
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens complete."""
+        table, skipped = self._table, self._skipped
+        parts: list[str] = []
+        for token_id in token_ids:
+            if token_id in skipped:
+                continue
+            data = table.token_bytes(token_id)
+            if token_id in table.byte_tokens:
+                parts.append(self._feed_byte(data))
+            elif data:
+                parts += (self._replace_pending(), data.decode())
+        text = "".join(parts)
+        if self._at_start and text:
+            self._at_start = False
+            text = text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        """Return what is left at the end."""
+        return self._replace_pending()
+
+    def _feed_byte(self, byte: bytes) -> str:
+        self._pending += 1
+        try:
+            text = self._decoder.decode(byte)
+        except UnicodeDecodeError:
+            return self._replace_pending()
+        if text:
+            self._pending = 0
+        return text
+
+    def _replace_pending(self) -> str:
+        if not self._pending:
+            return ""
+        replaced, self._pending = REPLACEMENT * self._pending, 0
+        self._decoder.reset()
+        return replaced
+
+
+class Decoder(Protocol):
+    """What `WindowStream` needs of a tokenizer."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens."""
+
+
+class WindowStream:
+    """Any tokenizer: a window of recent tokens is decoded again with each new one.
+
+    The window is cut only where its text ends in a whole character, so cutting changes nothing that
+    was shown. `_shown` counts characters of the window's text.
+    """
+
+    __slots__ = ("_decoder", "_shown", "_skip_special", "_window")
+
+    _KEEP = 4
+    _CUT_AT = 8
+    _CUT_ANYWHERE_AT = 64
+    # An unfinished character has at most three bytes, each of which may decode to one replacement.
+    _UNFINISHED = 3
+
+    def __init__(self, decoder: Decoder, prompt_tail: Sequence[int], *, keep_special: bool) -> None:
+        self._decoder = decoder
+        self._skip_special = not keep_special
+        self._window = list(prompt_tail[-self._CUT_AT :])
+        self._shown = len(self._text()) if self._window else 0
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens complete."""
+        self._window.extend(token_ids)
+        text = self._text()
+        whole = text.rstrip(REPLACEMENT)
+        end = max(len(whole), len(text) - self._UNFINISHED)
+        size = len(self._window)
+        if size >= self._CUT_ANYWHERE_AT:
+            end = len(text)
+        new = text[self._shown : end]
+        self._shown = max(self._shown, end)
+        if end == len(text) and size >= self._CUT_AT:
+            del self._window[: -self._KEEP]
+            self._shown = len(self._text())
+        return new
+
+    def flush(self) -> str:
+        """Return what is left at the end."""
+        text = self._text()
+        new, self._shown = text[self._shown :], len(text)
+        return new
+
+    def _text(self) -> str:
+        return self._decoder.decode(self._window, self._skip_special)
+
+
+class Detokenizer:
+    """Makes the text streams of one model."""
+
+    def __init__(self, table: TokenTable | None, decoder: Decoder | None) -> None:
+        if (table is None) == (decoder is None):
+            raise ValueError("a model has either a table or a decoder")
+        self._table = table
+        self._decoder = decoder
+
+    def stream(self, prompt_tail: Sequence[int], *, keep_special: bool) -> TextStream:
+        """Return the stream of a text that goes on after a prompt's last tokens."""
+        if self._table is not None:
+            return self._table.stream(prompt_tail, keep_special=keep_special)
+        assert self._decoder is not None
+        return WindowStream(self._decoder, prompt_tail, keep_special=keep_special)
+
+
+def join_table(
+    kind: TableKind,
+    tokens: Iterable[bytes],
+    *,
+    special: frozenset[int],
+    byte_tokens: frozenset[int] = frozenset(),
+    strips_first_space: bool = False,
+) -> TokenTable:
+    """Return the table of these tokens, in the order of their ids."""
+    data = bytearray()
+    offsets = array("I", [0])
+    for token in tokens:
+        data += token
+        offsets.append(len(data))
+    return TokenTable(kind, bytes(data), offsets, special, byte_tokens, strips_first_space)

@@ -1,0 +1,267 @@
+"""The one task that owns the core: commands in, effects out.
+
+Handlers and worker links leave commands; the driver hands them to the core one after the other and
+does what it returns, in order. The inbox needs no bound of its own: each stream has one submission and
+one cancellation per request in it at most, each worker its reports for a window of plans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import structlog
+from octavo.protocol.steps import Plan, Report
+
+from scheduler_svc.accounts import Accounts
+from scheduler_svc.core.core import SchedulerCore
+from scheduler_svc.core.effects import (
+    Accepted,
+    DetachWorker,
+    Effect,
+    EmitTokens,
+    FinishChoice,
+    LogEvent,
+    Reject,
+    SendCancel,
+    SendPlan,
+)
+from scheduler_svc.core.events import WorkerInfo
+from scheduler_svc.core.snapshot import CoreSnapshot
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.metrics import Metrics
+from scheduler_svc.requests import LiveRequest
+
+_log = structlog.get_logger()
+
+_WARNINGS: Final = frozenset({"worker_lost", "step_error"})
+
+
+class WorkerPort(Protocol):
+    """What the driver needs of the link to a worker. None of it waits."""
+
+    def send_plan(self, plan: Plan) -> None:
+        """Send a plan."""
+
+    def send_cancel(self, handles: tuple[int, ...]) -> None:
+        """Send a cancel."""
+
+    def detach(self, reason: str) -> None:
+        """Drop the stream; it is attached anew by itself."""
+
+
+Command = Callable[[float], list[Effect]]
+
+
+class Driver:
+    """Runs the core."""
+
+    def __init__(self, core: SchedulerCore, accounts: Accounts, metrics: Metrics) -> None:
+        self._core = core
+        self._accounts = accounts
+        self._metrics = metrics
+        self._clock = accounts.clock
+        self._inbox: deque[tuple[Command, LiveRequest | None]] = deque()
+        self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._live: dict[str, LiveRequest] = {}
+        self._ports: dict[str, WorkerPort] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    # Commands ------------------------------------------------------------------------------------
+
+    def submit(self, live: LiveRequest) -> None:
+        """Hand a request to the core."""
+        self._live[live.core_id] = live
+        self._idle.clear()
+        self._post(lambda now: self._core.submit(live.request, now), live)
+
+    def cancel(self, live: LiveRequest) -> None:
+        """The client does not want a request any more, or is gone. One that has ended stays ended."""
+        if not live.ended:
+            self._post(lambda now: self._core.cancel(live.core_id, now))
+
+    def worker_up(self, info: WorkerInfo, port: WorkerPort) -> None:
+        """A worker has welcomed us."""
+
+        def command(now: float) -> list[Effect]:
+            self._ports[info.worker_id] = port
+            return self._core.worker_up(info, now)
+
+        self._post(command)
+
+    def worker_down(self, worker_id: str, port: WorkerPort) -> None:
+        """The stream to a worker has ended."""
+
+        def command(now: float) -> list[Effect]:
+            if self._ports.get(worker_id) is not port:
+                return []
+            del self._ports[worker_id]
+            return self._core.worker_down(worker_id, now)
+
+        self._post(command)
+
+    def worker_draining(self, worker_id: str) -> None:
+        """A worker takes nothing new."""
+        self._post(lambda now: self._core.worker_draining(worker_id, now))
+
+    def report(self, worker_id: str, report: Report) -> None:
+        """A worker has answered a plan."""
+
+        def command(now: float) -> list[Effect]:
+            effects = self._core.report(worker_id, report, now)
+            self._metrics.plan.observe(self._clock() - now)
+            return effects
+
+        self._post(command)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+        self.draining = True
+        self._post(self._core.drain)
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is live."""
+        await self._idle.wait()
+
+    def snapshot(self) -> CoreSnapshot:
+        """Return the figures of the moment. Call it on the event loop only."""
+        return self._core.snapshot(self._clock())
+
+    # The task ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Drive the core until cancelled. An exception here is a bug, and ends the process."""
+        inbox = self._inbox
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while inbox:
+                command, live = inbox.popleft()
+                self._perform(command(self._clock()))
+                if live is not None:
+                    self._end_what_is_over(live)
+            now = self._clock()
+            due = self._core.next_wakeup()
+            if due is not None and due <= now:
+                self._perform(self._core.tick(now))
+            self._arm()
+
+    def _post(self, command: Command, live: LiveRequest | None = None) -> None:
+        self._inbox.append((command, live))
+        self._wake.set()
+
+    def _arm(self) -> None:
+        """Wake up when the core wants to."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self._core.next_wakeup()
+        if due is not None:
+            self._timer = asyncio.get_running_loop().call_at(due, self._wake.set)
+
+    # Effects -------------------------------------------------------------------------------------
+
+    def _perform(self, effects: list[Effect]) -> None:
+        """Do what the core wants done, and tell it of the choices that stop strings have ended."""
+        if not effects:
+            return
+        started = self._clock()
+        stopped: list[tuple[str, int]] = []
+        for effect in effects:
+            match effect:
+                case EmitTokens():
+                    self._emit(effect, effects, stopped)
+                case SendPlan() | SendCancel() | DetachWorker():
+                    self._instruct(effect)
+                case Accepted():
+                    self._tell(effect.request_id, LiveRequest.on_accepted, effect)
+                case FinishChoice():
+                    self._tell(effect.request_id, LiveRequest.on_finish, effect)
+                case Reject():
+                    self._tell(effect.request_id, LiveRequest.fail, ServiceError.from_core(effect.error))
+                case LogEvent():
+                    self._log(effect)
+        self._metrics.deliver.observe(self._clock() - started)
+        for request_id, choice in stopped:
+            if request_id in self._live:
+                self._perform(self._core.stop_choice(request_id, choice, self._clock()))
+
+    def _instruct(self, effect: SendPlan | SendCancel | DetachWorker) -> None:
+        """Pass on what is for a worker; one whose stream has just ended does not need it any more."""
+        port = self._ports.get(effect.worker_id)
+        if port is None:
+            return
+        match effect:
+            case SendPlan():
+                port.send_plan(effect.plan)
+            case SendCancel():
+                port.send_cancel(effect.handles)
+            case DetachWorker():
+                del self._ports[effect.worker_id]
+                port.detach(effect.reason)
+
+    def _emit(self, emit: EmitTokens, effects: list[Effect], stopped: list[tuple[str, int]]) -> None:
+        """Hand out the tokens of a step."""
+        # The token that stopped a choice is not text; which one that is follows later in the effects.
+        last_is_stop = {
+            (effect.request_id, effect.choice)
+            for effect in effects
+            if isinstance(effect, FinishChoice) and effect.stop_token_id is not None
+        }
+        now = self._clock()
+        count = 0
+        for delta in emit.deltas:
+            live = self._live.get(delta.request_id)
+            if live is None:
+                continue
+            count += len(delta.token_ids)
+            hide_last = bool(last_is_stop) and (delta.request_id, delta.choice) in last_is_stop
+            try:
+                if live.on_tokens(delta, now, hide_last=hide_last):
+                    stopped.append((delta.request_id, delta.choice))
+            except Exception:  # noqa: BLE001 - logged; a bug in there harms this request only
+                self._give_up(live)
+        self._metrics.output_tokens.inc(count)
+        self._accounts.recent_output_tokens.add(now, count)
+
+    def _tell(self, core_id: str, action: Callable[[LiveRequest, Any], None], argument: object) -> None:
+        """Tell a live request something; a bug in there harms this request only."""
+        live = self._live.get(core_id)
+        if live is None:
+            return
+        try:
+            action(live, argument)
+        except Exception:  # noqa: BLE001 - logged
+            self._give_up(live)
+        if live.ended:
+            self._forget(core_id)
+
+    def _give_up(self, live: LiveRequest) -> None:
+        _log.exception("request_failed", request_id=live.request_id)
+        self._post(lambda now: self._core.cancel(live.core_id, now))
+        live.fail(ServiceError("INTERNAL", "the scheduler failed to handle the output"))
+        self._forget(live.core_id)
+
+    def _forget(self, core_id: str) -> None:
+        self._live.pop(core_id, None)
+        if not self._live:
+            self._idle.set()
+
+    def _end_what_is_over(self, live: LiveRequest) -> None:
+        """A resumed choice may have been complete before; the core is told once it knows the request."""
+        for choice in live.over():
+            self._perform(self._core.stop_choice(live.core_id, choice, self._clock()))
+
+    def _log(self, event: LogEvent) -> None:
+        fields = dict(event.fields)
+        live = self._live.get(str(fields.get("request_id")))
+        if live is not None:
+            fields["request_id"] = live.request_id
+        if event.name == "worker_lost":
+            self._metrics.worker_losses.labels(fields["worker_id"]).inc()
+        (_log.warning if event.name in _WARNINGS else _log.info)(event.name, **fields)

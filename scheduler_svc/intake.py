@@ -1,0 +1,103 @@
+"""Taking requests in: what Generate and Session share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+from octavo.v1 import common_pb2
+from octavo.v1 import generation_pb2 as pb
+
+from scheduler_svc.accounts import Accounts, RequestRecord
+from scheduler_svc.admission import Admission, Arrival
+from scheduler_svc.convert import generate_from_proto
+from scheduler_svc.driver import Driver
+from scheduler_svc.errors import ServiceError, trailing_metadata
+from scheduler_svc.outbox import Outbox
+from scheduler_svc.requests import LiveRequest
+
+_log = structlog.get_logger()
+_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What all requests of one stream share."""
+
+    outbox: Outbox
+    transport: str
+    rpc_deadline: float | None
+    paced: bool = False
+
+
+class Intake:
+    """Turns messages into live requests, each with an account that ends whatever happens."""
+
+    def __init__(self, admission: Admission, driver: Driver, accounts: Accounts) -> None:
+        self._admission = admission
+        self._driver = driver
+        self._accounts = accounts
+        self._numbers = itertools.count(1)
+
+    def open(self, stream: Stream) -> RequestRecord:
+        """Account for an arrival."""
+        return self._accounts.open(stream.transport)
+
+    async def start(
+        self,
+        message: pb.GenerateRequest,
+        stream: Stream,
+        record: RequestRecord,
+        on_end: Callable[[], None] | None = None,
+    ) -> LiveRequest:
+        """Hand a request to the core.
+
+        Raises:
+            ServiceError: it is wrong or cannot be taken; the account is closed.
+        """
+        try:
+            record.request_id = message.request_id
+            call = generate_from_proto(message)
+            record.request_id = call.request_id
+            arrival = Arrival(
+                core_id=f"{call.request_id}#{next(self._numbers)}",
+                at=record.arrival,
+                rpc_deadline=stream.rpc_deadline,
+                paced=stream.paced,
+            )
+            admitted = await self._admission.admit(call, arrival)
+            live = LiveRequest(call, admitted, stream.outbox, record)
+        except ServiceError as error:
+            record.end(error.reason)
+            raise
+        except Exception:  # noqa: BLE001 - logged
+            _log.exception("admission_failed", request_id=record.request_id)
+            record.end("INTERNAL")
+            raise ServiceError("INTERNAL", "the scheduler failed to take the request") from None
+        except BaseException:
+            record.end("CANCELLED")
+            raise
+        live.on_end = on_end
+        record.admitted(admitted.request)
+        self._driver.submit(live)
+        return live
+
+
+def rpc_deadline(context: grpc.aio.ServicerContext[Any, Any], now: float) -> float | None:
+    """Return when the call's own deadline passes, in monotonic seconds."""
+    left_s = context.time_remaining()
+    # Without a deadline grpc says some hundreds of years.
+    return now + left_s if left_s is not None and left_s < 365 * 86400 else None
+
+
+async def abort(
+    context: grpc.aio.ServicerContext[Any, Any], error: ServiceError | common_pb2.Error
+) -> NoReturn:
+    """End a call with an error, in the rich error model."""
+    proto = error.to_proto() if isinstance(error, ServiceError) else error
+    await context.abort(_BY_NUMBER[proto.code], proto.message, trailing_metadata(proto))
+    raise AssertionError("abort returns")

@@ -1,0 +1,225 @@
+"""Prometheus metrics of the scheduler: `octavo_*`, in base units."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from scheduler_svc.core.snapshot import CoreSnapshot, WorkerSnapshot
+
+_WAIT_BUCKETS: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+_TOKEN_BUCKETS: Final = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
+)  # fmt: skip
+_PLAN_BUCKETS: Final = (
+    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
+)  # fmt: skip
+
+
+class BulkHistogram(Collector):
+    """A histogram that is observed once per token.
+
+    The library's takes 1.5 us for each observation, which at 256 sequences is a good part of a
+    step's budget; this takes a sixth of that. Written by one thread only.
+    """
+
+    def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the histogram as it stands."""
+        buckets: list[tuple[str, float]] = []
+        total = 0
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            buckets.append((floatToGoString(bound), total))  # type: ignore[no-untyped-call]  # untyped library
+        family = HistogramMetricFamily(self._name, self._documentation)
+        family.add_metric([], buckets, self._sum)
+        yield family
+
+
+class Metrics:
+    """What the shell counts while it works, and what it reads from the core when it is asked."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry(auto_describe=True)
+        self.arrivals = Counter(
+            "octavo_request_arrivals", "Requests that came in.", ["transport"], registry=registry
+        )
+        self.outcomes = Counter(
+            "octavo_requests",
+            "Requests that ended, by how.",
+            ["model", "priority", "outcome"],
+            registry=registry,
+        )
+        self.queue = Histogram(
+            "octavo_queue_seconds",
+            "Wait from acceptance to the first step.",
+            ["priority"],
+            buckets=_WAIT_BUCKETS,
+            registry=registry,
+        )
+        self.ttft = Histogram(
+            "octavo_ttft_seconds",
+            "From arrival to the first token.",
+            ["priority"],
+            buckets=_WAIT_BUCKETS,
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "octavo_request_seconds",
+            "From arrival to the end.",
+            ["priority"],
+            buckets=_WAIT_BUCKETS,
+            registry=registry,
+        )
+        self.inter_token = BulkHistogram(
+            "octavo_inter_token_seconds", "Time between output tokens of a choice.", _TOKEN_BUCKETS
+        )
+        registry.register(self.inter_token)
+        self.prompt_tokens = Counter(
+            "octavo_prompt_tokens", "Prompt tokens of accepted requests.", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "octavo_cached_prompt_tokens", "Of these, found in a prefix cache.", registry=registry
+        )
+        self.output_tokens = Counter(
+            "octavo_output_tokens", "Output tokens that came from workers.", registry=registry
+        )
+        self.preemptions = Counter(
+            "octavo_preemptions", "Times that a choice was preempted.", registry=registry
+        )
+        self.recoveries = Counter(
+            "octavo_recoveries", "Times that a choice moved on after a lost worker.", registry=registry
+        )
+        self.tokenize = Histogram(
+            "octavo_tokenize_seconds",
+            "From arrival to the prompt's token ids.",
+            buckets=_WAIT_BUCKETS,
+            registry=registry,
+        )
+        self.plan = Histogram(
+            "octavo_plan_seconds",
+            "Time that the core takes for a report and the plans that follow.",
+            buckets=_PLAN_BUCKETS,
+            registry=registry,
+        )
+        self.deliver = Histogram(
+            "octavo_deliver_seconds",
+            "Time that the shell takes to hand out what the core decided.",
+            buckets=_PLAN_BUCKETS,
+            registry=registry,
+        )
+        self.step = Histogram(
+            "octavo_step_seconds",
+            "Time that a worker's runner took for a step.",
+            ["worker"],
+            buckets=_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.bubble = Counter(
+            "octavo_bubble_seconds",
+            "Time that a worker waited for a plan while it had sequences.",
+            ["worker"],
+            registry=registry,
+        )
+        self.worker_losses = Counter(
+            "octavo_worker_losses", "Times that a worker was lost.", ["worker"], registry=registry
+        )
+
+    def watch(self, snapshot: Callable[[], CoreSnapshot]) -> None:
+        """Read queues and workers from the core whenever metrics are collected."""
+        self.registry.register(_CoreCollector(snapshot))
+
+
+class _CoreCollector(Collector):
+    """Gauges that are read and not kept, so that nothing polls."""
+
+    def __init__(self, snapshot: Callable[[], CoreSnapshot]) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> Iterable[Metric]:
+        """Say nothing: asking the core at registration would be too early."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the gauges of the moment."""
+        snapshot = self._snapshot()
+        yield _gauge("octavo_live_requests", "Requests in the core.", [], [([], snapshot.live_requests)])
+        for name, documentation, field in (
+            ("octavo_waiting_sequences", "Sequences that wait.", "waiting"),
+            ("octavo_waiting_tokens", "Tokens of the sequences that wait.", "waiting_tokens"),
+            ("octavo_oldest_wait_seconds", "Wait of the oldest.", "oldest_wait_s"),
+        ):
+            samples = [
+                ([queue.model, queue.priority.name.lower()], float(getattr(queue, field)))
+                for queue in snapshot.queues
+            ]
+            yield _gauge(name, documentation, ["model", "priority"], samples)
+        yield from _worker_metrics(snapshot.workers)
+
+
+def _worker_metrics(workers: Sequence[WorkerSnapshot]) -> Iterable[Metric]:
+    models = sorted({worker.model for worker in workers})
+    yield _gauge(
+        "octavo_workers",
+        "Workers that are attached.",
+        ["model"],
+        [([model], sum(worker.model == model for worker in workers)) for model in models],
+    )
+    yield _gauge(
+        "octavo_running_sequences",
+        "Sequences on a worker.",
+        ["worker"],
+        [([worker.worker_id], worker.running) for worker in workers],
+    )
+    yield _gauge(
+        "octavo_kv_blocks",
+        "Blocks of a worker's pool, by state.",
+        ["worker", "state"],
+        [
+            ([worker.worker_id, state], getattr(worker.pool, state))
+            for worker in workers
+            for state in ("free", "evictable", "active", "pinned", "host_free")
+        ],
+    )
+    for name, documentation, field in (
+        (
+            "octavo_prefix_hit_tokens",
+            "Prompt tokens found on the device.",
+            "hit_tokens",
+        ),
+        ("octavo_prefix_miss_tokens", "Prompt tokens not found in a cache.", "miss_tokens"),
+        ("octavo_prefix_host_hit_tokens", "Prompt tokens found in the host tier.", "host_hit_tokens"),
+    ):
+        family = CounterMetricFamily(name, documentation, labels=["worker"])
+        for worker in workers:
+            family.add_metric([worker.worker_id], getattr(worker.pool, field))
+        yield family
+
+
+def _gauge(
+    name: str, documentation: str, labels: list[str], samples: Iterable[tuple[list[str], float]]
+) -> Metric:
+    family = GaugeMetricFamily(name, documentation, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family

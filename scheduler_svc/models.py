@@ -1,0 +1,206 @@
+"""The models that workers describe, and what the shell needs of each."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from octavo.protocol.convert import geometry_from_proto
+from octavo.protocol.convert_sampling import sampling_from_proto
+from octavo.sampling import SamplingParams
+from octavo.v1 import worker_pb2
+from tokenizers import Tokenizer
+
+from scheduler_svc.detokenizer import Detokenizer
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.tokenization import TextSpec
+from scheduler_svc.tokenizer_pool import TokenizerPool
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+# What a request gets that neither says nor finds in the model's generation_config.
+_NEUTRAL: Final = SamplingParams(
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    min_tokens=0,
+    ignore_eos=False,
+    n=1,
+)
+_SCALARS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_tokens",
+    "max_tokens",
+    "ignore_eos",
+    "n",
+    "logprobs",
+)
+
+
+class IncompatibleWorker(Exception):
+    """A worker cannot serve beside the others of its model, or at all; the message says why."""
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """A model and who serves it. Stays when its last worker goes: its requests wait for the next."""
+
+    id: str
+    revision: str
+    kv_dtype: str
+    block_size: int
+    vocab_size: int
+    text_key: str
+    """Names its tokenizer in the tokenizer pool."""
+    has_chat_template: bool
+    eos_token_ids: frozenset[int]
+    defaults: SamplingParams
+    """Complete but for seed, max_tokens and logprobs."""
+    detokenizer: Detokenizer
+    context: dict[str, int] = field(default_factory=dict)
+    """Tokens of the longest sequence, by worker; the last known of those that are away."""
+    workers: set[str] = field(default_factory=set)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence that some worker can hold."""
+        present = [tokens for worker, tokens in self.context.items() if worker in self.workers]
+        return max(present or self.context.values())
+
+    def resolve(self, sampling: SamplingParams) -> SamplingParams:
+        """Fill what a request leaves open from the model's defaults; seed and max_tokens may stay open."""
+        filled: dict[str, Any] = {
+            name: getattr(self.defaults, name) for name in _SCALARS if getattr(sampling, name) is None
+        }
+        return replace(sampling, **filled)
+
+
+class ModelRegistry:
+    """All models, by id."""
+
+    def __init__(self, pool: TokenizerPool) -> None:
+        self._pool = pool
+        self._models: dict[str, Model] = {}
+        self._lock = asyncio.Lock()
+
+    def __iter__(self) -> Any:
+        return iter(self._models.values())
+
+    def find(self, name: str) -> Model:
+        """Return the model that a request means.
+
+        Raises:
+            ServiceError: there is none, or the request has to choose.
+        """
+        if not self._models:
+            raise ServiceError("NO_WORKER", "no worker has connected yet", retry_after_s=1.0)
+        if name in self._models:
+            return self._models[name]
+        known = ", ".join(sorted(self._models))
+        if name:
+            raise ServiceError(
+                "UNKNOWN_MODEL",
+                f"no model {name!r} here; there is {known}",
+                violations=[("model", f"must be one of {known}")],
+            )
+        if len(self._models) > 1:
+            raise ServiceError.invalid(("model", f"must be set: there is {known}"))
+        return next(iter(self._models.values()))
+
+    async def register(self, description: worker_pb2.WorkerDescription) -> Model:
+        """Take note of a worker's model, loading it if it is new.
+
+        Raises:
+            IncompatibleWorker: it has no usable tokenizer, or differs from those that serve the model.
+        """
+        # One at a time: two workers of a new model must not both load it.
+        async with self._lock:
+            known = self._models.get(description.model_id)
+            fresh = _identity(description)
+            if known is None or (not known.workers and _identity_of(known) != fresh):
+                known = self._models[description.model_id] = await self._load(description)
+            elif _identity_of(known) != fresh:
+                raise IncompatibleWorker(
+                    f"it has (revision, kv dtype, block size, vocabulary, tokenizer) {fresh}, "
+                    f"the others have {_identity_of(known)}"
+                )
+            known.context[description.worker_id] = description.max_model_len
+            return known
+
+    async def _load(self, description: worker_pb2.WorkerDescription) -> Model:
+        files = {file.name: file.content for file in description.tokenizer_files}
+        if TOKENIZER_FILE not in files:
+            raise IncompatibleWorker(f"it sends no {TOKENIZER_FILE}")
+        template = description.chat_template if description.HasField("chat_template") else None
+        adds_bos = description.add_bos_token and description.HasField("bos_token_id")
+        spec = TextSpec(
+            model=_text_key(description),
+            tokenizer_json=files[TOKENIZER_FILE],
+            chat_template=template,
+            special_tokens=dict(description.special_tokens),
+            bos_token_id=description.bos_token_id if adds_bos else None,
+            vocab_size=description.vocab_size,
+            max_model_len=description.max_model_len,
+        )
+        try:
+            table = await self._pool.load(spec)
+            decoder = None
+            if table is None:
+                decoder = await asyncio.to_thread(Tokenizer.from_buffer, spec.tokenizer_json)
+        except ServiceError as error:
+            raise IncompatibleWorker(error.message) from None
+        return Model(
+            id=description.model_id,
+            revision=description.revision,
+            kv_dtype=description.kv_dtype,
+            block_size=geometry_from_proto(description.geometry).block_size,
+            vocab_size=description.vocab_size,
+            text_key=spec.model,
+            has_chat_template=template is not None,
+            eos_token_ids=frozenset(description.eos_token_ids),
+            defaults=_complete(sampling_from_proto(description.generation_defaults)),
+            detokenizer=Detokenizer(table, decoder),
+        )
+
+
+def _complete(defaults: SamplingParams) -> SamplingParams:
+    filled = {name: getattr(_NEUTRAL, name) for name in _SCALARS if getattr(defaults, name) is None}
+    return replace(defaults, **filled)
+
+
+def _text_key(description: worker_pb2.WorkerDescription) -> str:
+    """Return a name that changes with anything that text handling depends on."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in description.tokenizer_files:
+        digest.update(file.name.encode() + b"\0" + file.content)
+    digest.update(description.chat_template.encode())
+    digest.update(repr(sorted(description.special_tokens.items())).encode())
+    digest.update(repr((description.add_bos_token, description.bos_token_id)).encode())
+    return f"{description.model_id}#{digest.hexdigest()}"
+
+
+def _identity(description: worker_pb2.WorkerDescription) -> tuple[object, ...]:
+    """Return what all workers of one model must share: it decides what a block's key stands for."""
+    return (
+        description.revision,
+        description.kv_dtype,
+        description.geometry.block_size,
+        description.vocab_size,
+        _text_key(description),
+    )
+
+
+def _identity_of(model: Model) -> tuple[object, ...]:
+    return (model.revision, model.kv_dtype, model.block_size, model.vocab_size, model.text_key)

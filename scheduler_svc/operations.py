@@ -1,0 +1,178 @@
+"""The service of operators, `octavo.v1.Operations`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+from octavo.protocol.convert import keys_from_proto
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import operations_pb2, worker_pb2
+
+from scheduler_svc.admission import ANONYMOUS, Admission
+from scheduler_svc.driver import Driver
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.fleet import Fleet
+from scheduler_svc.generation import answering
+from scheduler_svc.models import ModelRegistry
+from scheduler_svc.parsing import Malformed, accept
+from scheduler_svc.pins import Pin, PinBoard, PinPort
+from scheduler_svc.status import StatusBoard
+from scheduler_svc.tokenization import EncodeChat, EncodeText, KeySpec
+from scheduler_svc.tokenizer_pool import TokenizerPool
+from scheduler_svc.worker_link import WorkerLink
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_MIN_INTERVAL_MS: Final = 100
+
+
+class StatusService:
+    """GetStatus, WatchStatus, Drain and SetFaults."""
+
+    def __init__(
+        self,
+        board: StatusBoard,
+        fleet: Fleet,
+        driver: Driver,
+        *,
+        begin_drain: Callable[[float | None], None],
+        faults_enabled: bool,
+    ) -> None:
+        self._board = board
+        self._fleet = fleet
+        self._driver = driver
+        self._begin_drain = begin_drain
+        self._faults_enabled = faults_enabled
+
+    @answering
+    async def get_status(
+        self, request: operations_pb2.GetStatusRequest | Malformed, _: Context
+    ) -> operations_pb2.GetStatusResponse:
+        """Return the status of the moment."""
+        accept(request)
+        return operations_pb2.GetStatusResponse(status=self._board.status())
+
+    @answering
+    async def watch_status(
+        self, request: operations_pb2.WatchStatusRequest | Malformed, context: Context
+    ) -> None:
+        """Send the status again and again until the client has seen enough."""
+        request = accept(request)
+        interval_ms = request.interval_ms if request.HasField("interval_ms") else 1000
+        if interval_ms < _MIN_INTERVAL_MS:
+            raise ServiceError.invalid(
+                ("interval_ms", f"must be at least {_MIN_INTERVAL_MS}, got {interval_ms}")
+            )
+        while True:
+            await context.write(operations_pb2.WatchStatusResponse(status=self._board.status()))
+            await asyncio.sleep(interval_ms / 1000)
+
+    @answering
+    async def drain(
+        self, request: operations_pb2.DrainRequest | Malformed, _: Context
+    ) -> operations_pb2.DrainResponse:
+        """Stop admitting to one worker, or to the scheduler as a whole, which then ends."""
+        request = accept(request)
+        snapshot = self._driver.snapshot()
+        workers = snapshot.workers
+        if request.HasField("worker_id"):
+            _known(self._fleet, request.worker_id)
+            self._driver.worker_draining(request.worker_id)
+            workers = tuple(worker for worker in workers if worker.worker_id == request.worker_id)
+        else:
+            self._begin_drain(request.grace_ms / 1000 if request.HasField("grace_ms") else None)
+        return operations_pb2.DrainResponse(
+            running=sum(worker.running for worker in workers),
+            waiting=sum(queue.waiting for queue in snapshot.queues),
+        )
+
+    @answering
+    async def set_faults(
+        self, request: operations_pb2.SetFaultsRequest | Malformed, _: Context
+    ) -> operations_pb2.SetFaultsResponse:
+        """Replace the faults of one worker, or of all."""
+        request = accept(request)
+        if not self._faults_enabled:
+            raise ServiceError("FAULTS_DISABLED", "fault injection was not enabled at start (enable_faults)")
+        links: list[WorkerLink] = [link for link in self._fleet if link.attached]
+        if request.HasField("worker_id"):
+            links = [_known(self._fleet, request.worker_id)]
+        forwarded = worker_pb2.InjectFaultsRequest(faults=request.faults)
+        try:
+            await asyncio.gather(*(link.inject_faults(forwarded) for link in links))
+        except grpc.aio.AioRpcError as error:
+            raise ServiceError("FAULTS_DISABLED", f"a worker refuses: {error.details()}") from None
+        return operations_pb2.SetFaultsResponse()
+
+
+class PinService:
+    """PinPrefix and UnpinPrefix."""
+
+    def __init__(
+        self,
+        pins: PinBoard,
+        fleet: Fleet,
+        models: ModelRegistry,
+        pool: TokenizerPool,
+        admission: Admission,
+    ) -> None:
+        self._pins = pins
+        self._fleet = fleet
+        self._models = models
+        self._pool = pool
+        self._admission = admission
+
+    @answering
+    async def pin_prefix(
+        self, request: operations_pb2.PinPrefixRequest | Malformed, _: Context
+    ) -> operations_pb2.PinPrefixResponse:
+        """Keep the full blocks of a prefix on the device."""
+        request = accept(request)
+        model = self._models.find(request.model)
+        if not request.name:
+            raise ServiceError.invalid(("name", "must be set"))
+        root = self._admission.root_key(model, ANONYMOUS, request.cache_salt)
+        keys = KeySpec(root, model.block_size)
+        job: EncodeText | EncodeChat
+        match request.WhichOneof("input"):
+            case "text":
+                job = EncodeText(model.text_key, request.text, keys=keys)
+            case "system_prompt":
+                chat = pb.Chat(add_generation_prompt=False)
+                chat.messages.add(role="system", content=request.system_prompt)
+                job = EncodeChat(model.text_key, chat.SerializeToString(), keys)
+            case _:
+                raise ServiceError.invalid(("input", "one of text and system_prompt must be set"))
+        encoded = await self._pool.encode(job, request.ByteSize())
+        pin = Pin(model.id, request.name, keys_from_proto(encoded.keys))
+        tokens = len(encoded.token_ids) // 4
+        if not pin.keys:
+            field = str(request.WhichOneof("input"))
+            raise ServiceError.invalid(
+                (field, f"has {tokens} tokens, less than a block of {model.block_size}")
+            )
+        workers = self._pins.put(pin, self._ports())
+        return operations_pb2.PinPrefixResponse(tokens=tokens, blocks=len(pin.keys), workers=workers)
+
+    @answering
+    async def unpin_prefix(
+        self, request: operations_pb2.UnpinPrefixRequest | Malformed, _: Context
+    ) -> operations_pb2.UnpinPrefixResponse:
+        """Let a prefix go."""
+        request = accept(request)
+        model = self._models.find(request.model)
+        pin = self._pins.remove(model.id, request.name, self._ports())
+        return operations_pb2.UnpinPrefixResponse(blocks=len(pin.keys))
+
+    def _ports(self) -> list[PinPort]:
+        return [link for link in self._fleet if link.attached]
+
+
+def _known(fleet: Fleet, worker_id: str) -> WorkerLink:
+    link = fleet.find(worker_id)
+    if link is None or not link.attached:
+        raise ServiceError("UNKNOWN_WORKER", f"no worker {worker_id!r} is attached")
+    return link

@@ -1,0 +1,157 @@
+"""What waits to be written to one client.
+
+The driver fills an outbox once per step and never waits for it; the stream's handler empties it as
+fast as the client reads. While a client is behind, new tokens are added to the deltas that wait, so
+what waits grows with the text and not with the number of steps. Past a limit the stream is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+
+from octavo.v1 import common_pb2
+from octavo.v1 import generation_pb2 as pb
+
+
+class Outbox(ABC):
+    """The part that all streams share. Made by the task that will write the stream."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._size_bytes = 0
+        self._ready = asyncio.Event()
+        self._writer = asyncio.current_task()
+        self.batch = 0
+        """Changes whenever what waited is taken; deltas of an earlier batch are gone."""
+        self.cut = False
+        """The client was too slow; the writer has been cancelled."""
+
+    def grow(self, size_bytes: int) -> None:
+        """Account for output that was added; cut the stream when it is too much."""
+        self._size_bytes += size_bytes
+        self._ready.set()
+        if self._size_bytes > self._limit_bytes and not self.cut:
+            self.cut = True
+            if self._writer is not None:
+                self._writer.cancel()
+
+    async def wait(self) -> None:
+        """Wait until there is something to take."""
+        await self._ready.wait()
+
+    def _taken(self) -> None:
+        self._ready.clear()
+        self._size_bytes = 0
+        self.batch += 1
+
+    @abstractmethod
+    def accepted(self, request_id: str) -> pb.Accepted:
+        """Return a new event to fill in."""
+
+    @abstractmethod
+    def delta(self, request_id: str) -> pb.Delta:
+        """Return a new event to fill in."""
+
+    @abstractmethod
+    def finished(self, request_id: str) -> pb.Finished:
+        """Return a new event to fill in."""
+
+    @abstractmethod
+    def end(self, request_id: str, error: common_pb2.Error | None, *, told: bool) -> None:
+        """Nothing more comes for a request. `told`: a Finished event has carried the error already."""
+
+
+class GenerateOutbox(Outbox):
+    """Events of one request."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
+        self._events: list[pb.GenerateEvent] = []
+        self.ended = False
+        self.error: common_pb2.Error | None = None
+
+    def take(self) -> list[pb.GenerateEvent]:
+        """Return what waits."""
+        events, self._events = self._events, []
+        self._taken()
+        return events
+
+    def accepted(self, request_id: str) -> pb.Accepted:
+        """Return a new event."""
+        del request_id
+        return self._add().accepted
+
+    def delta(self, request_id: str) -> pb.Delta:
+        """Return a new event."""
+        del request_id
+        return self._add().delta
+
+    def finished(self, request_id: str) -> pb.Finished:
+        """Return a new event."""
+        del request_id
+        return self._add().finished
+
+    def end(self, request_id: str, error: common_pb2.Error | None, *, told: bool) -> None:
+        """The call is over once what waits is written."""
+        del request_id, told
+        self.ended = True
+        self.error = error
+        self._ready.set()
+
+    def _add(self) -> pb.GenerateEvent:
+        event = pb.GenerateEvent()
+        self._events.append(event)
+        return event
+
+
+class SessionOutbox(Outbox):
+    """Events of all requests of a session, in one message."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
+        self._message = pb.SessionEvent()
+
+    def take(self) -> pb.SessionEvent:
+        """Return what waits."""
+        message, self._message = self._message, pb.SessionEvent()
+        self._taken()
+        return message
+
+    @property
+    def pending(self) -> bool:
+        """Whether something waits."""
+        return bool(self._message.events) or self._message.credits > 0
+
+    def grant(self, credits_: int) -> None:
+        """Let the client send this many more requests."""
+        self._message.credits += credits_
+        self._ready.set()
+
+    def wake(self) -> None:
+        """Make the writer look, though nothing may have been added."""
+        self._ready.set()
+
+    def accepted(self, request_id: str) -> pb.Accepted:
+        """Return a new event."""
+        return self._add(request_id).accepted
+
+    def delta(self, request_id: str) -> pb.Delta:
+        """Return a new event."""
+        return self._add(request_id).delta
+
+    def finished(self, request_id: str) -> pb.Finished:
+        """Return a new event."""
+        return self._add(request_id).finished
+
+    def end(self, request_id: str, error: common_pb2.Error | None, *, told: bool) -> None:
+        """Tell the client, unless it knows."""
+        if error is not None and not told:
+            self._add(request_id).error.CopyFrom(error)
+            self.grow(error.ByteSize())
+        self._ready.set()
+
+    def _add(self, request_id: str) -> pb.RequestEvent:
+        event = self._message.events.add()
+        event.request_id = request_id
+        return event

@@ -1,0 +1,182 @@
+"""One `Session` stream: many requests of one client, and one message per step for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from octavo.v1 import generation_pb2 as pb
+
+from scheduler_svc.accounts import RequestRecord
+from scheduler_svc.driver import Driver
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.intake import Intake, Stream
+from scheduler_svc.outbox import SessionOutbox
+from scheduler_svc.parsing import Malformed
+from scheduler_svc.requests import LiveRequest
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Incoming = pb.SessionRequest | Malformed
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """How much one session may have going on."""
+
+    max_backlog_bytes: int
+    max_requests: int
+    seats: Callable[[], int]
+    """Sequences that all workers together can run now."""
+
+    def credits(self) -> int:
+        """Return how many requests a paced session may have live: enough to keep all seats taken."""
+        return min(self.max_requests, max(16, 2 * self.seats()))
+
+
+class Session:
+    """The state of one stream. Everything ends with it."""
+
+    def __init__(
+        self, intake: Intake, driver: Driver, limits: SessionLimits, rpc_deadline: float | None
+    ) -> None:
+        self._intake = intake
+        self._driver = driver
+        self._limits = limits
+        self._outbox = SessionOutbox(limits.max_backlog_bytes)
+        self._stream = Stream(self._outbox, "session", rpc_deadline)
+        self._requests: dict[str, asyncio.Task[LiveRequest] | LiveRequest] = {}
+        """Requests by the client's name for them; a task while they are being admitted."""
+        self._unused_credits = 0
+        self._messages = 0
+        self._reading = True
+
+    async def run(self, incoming: AsyncIterator[Incoming], context: Context) -> None:
+        """Serve the stream until the client has ended its side and everything it asked for is done.
+
+        Raises:
+            ServiceError: the client does not read.
+        """
+        reader = asyncio.create_task(self._read(incoming))
+        try:
+            while self._reading or self._requests or self._outbox.pending:
+                await self._outbox.wait()
+                message = self._outbox.take()
+                if message.events or message.credits:
+                    await context.write(message)
+        except asyncio.CancelledError:
+            if self._outbox.cut:
+                problem = f"more than {self._limits.max_backlog_bytes} bytes of output were not read"
+                raise ServiceError("SLOW_CONSUMER", problem) from None
+            raise
+        finally:
+            reader.cancel()
+            for request in self._requests.values():
+                self._drop(request)
+            await asyncio.gather(reader, return_exceptions=True)
+
+    def top_up(self) -> None:
+        """Grant what a paced session may send beyond what it has live and unused."""
+        if not self._stream.paced:
+            return
+        more = self._limits.credits() - self._unused_credits - len(self._requests)
+        if more > 0:
+            self._unused_credits += more
+            self._outbox.grant(more)
+
+    # The client's side ---------------------------------------------------------------------------
+
+    async def _read(self, incoming: AsyncIterator[Incoming]) -> None:
+        try:
+            async for message in incoming:
+                self._handle(message)
+                self._messages += 1
+        finally:
+            self._reading = False
+            self._outbox.wake()
+
+    def _handle(self, message: Incoming) -> None:
+        if isinstance(message, Malformed):
+            self._intake.open(self._stream).end(message.error.reason)
+            self._refuse(message.request_id, message.error)
+            return
+        match message.WhichOneof("message"):
+            case "generate":
+                self._generate(message.generate)
+            case "cancel":
+                request = self._requests.get(message.cancel.request_id)
+                if request is not None:
+                    self._drop(request)
+            case "open" if self._messages == 0:
+                if message.open.paced:
+                    self._stream = Stream(
+                        self._outbox, self._stream.transport, self._stream.rpc_deadline, paced=True
+                    )
+                    self.top_up()
+            case "open":
+                self._refuse("", ServiceError.invalid(("open", "must be the first message")))
+            case None:
+                self._refuse("", ServiceError.invalid(("message", "must be set")))
+
+    def _generate(self, message: pb.GenerateRequest) -> None:
+        record = self._intake.open(self._stream)
+        error = self._refusal(message)
+        if error is not None:
+            record.request_id = message.request_id
+            record.end(error.reason)
+            self._refuse(message.request_id, error)
+            return
+        self._unused_credits -= self._stream.paced
+        request_id = message.request_id
+        starting = self._intake.start(message, self._stream, record, lambda: self._done(request_id))
+        task = self._requests[request_id] = asyncio.create_task(starting)
+        task.add_done_callback(lambda task: self._started(request_id, record, task))
+
+    def _started(self, request_id: str, record: RequestRecord, task: asyncio.Task[LiveRequest]) -> None:
+        """An admission is over: cancelled perhaps before it began, failed, or the request is live."""
+        error: BaseException | None = None
+        if task.cancelled():
+            record.end("CANCELLED")
+            error = ServiceError("CANCELLED", "cancelled by the client")
+        else:
+            error = task.exception()
+        if isinstance(error, ServiceError):
+            self._refuse(request_id, error)
+            self._done(request_id)
+        elif not task.result().ended:
+            self._requests[request_id] = task.result()
+
+    def _refusal(self, message: pb.GenerateRequest) -> ServiceError | None:
+        """Return why a request cannot be taken into this session, if so."""
+        if not message.request_id:
+            return ServiceError.invalid(("request_id", "must be set in a session"))
+        if message.request_id in self._requests:
+            return ServiceError(
+                "DUPLICATE_REQUEST_ID",
+                f"request {message.request_id!r} is live already",
+                violations=[("request_id", "must be unique among the live requests")],
+            )
+        if len(self._requests) >= self._limits.max_requests:
+            limit = self._limits.max_requests
+            return ServiceError("SESSION_FULL", f"the session has {limit} live requests", retry_after_s=1.0)
+        if self._stream.paced and self._unused_credits < 1:
+            return ServiceError("CREDITS_EXCEEDED", "the session was granted no more requests")
+        return None
+
+    # Ends ----------------------------------------------------------------------------------------
+
+    def _refuse(self, request_id: str, error: ServiceError) -> None:
+        self._outbox.end(request_id, error.to_proto(), told=False)
+
+    def _done(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+        self.top_up()
+        self._outbox.wake()
+
+    def _drop(self, request: asyncio.Task[LiveRequest] | LiveRequest) -> None:
+        if isinstance(request, LiveRequest):
+            self._driver.cancel(request)
+        else:
+            request.cancel()

@@ -1,0 +1,133 @@
+"""The status that operators see: the core's figures and the shell's in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from typing import Final
+
+from octavo.protocol.convert import priority_to_proto
+from octavo.protocol.steps import StepTiming
+from octavo.v1 import operations_pb2
+
+from scheduler_svc.accounts import RATE_WINDOW_S, Accounts, Recent
+from scheduler_svc.core.snapshot import CoreSnapshot, QueueSnapshot, WorkerSnapshot
+from scheduler_svc.driver import Driver
+from scheduler_svc.metrics import Metrics
+from scheduler_svc.worker_link import LinkStatus
+
+VERSION: Final = metadata.version("octavo")
+
+
+class StatusBoard:
+    """Collects what a status is made of."""
+
+    def __init__(
+        self,
+        scheduler_id: str,
+        driver: Driver,
+        accounts: Accounts,
+        links: Callable[[], Iterable[LinkStatus]],
+        price_per_gpu_hour: float | None,
+    ) -> None:
+        self._scheduler_id = scheduler_id
+        self._driver = driver
+        self._accounts = accounts
+        self._links = links
+        self._price_per_gpu_hour = price_per_gpu_hour
+        self._started = accounts.clock()
+        self._bubble_s: dict[str, Recent] = {}
+
+    def step(self, worker_id: str, timing: StepTiming) -> None:
+        """Take note of a step's timing."""
+        now = self._accounts.clock()
+        bubble_s = timing.bubble_us / 1e6
+        self._bubble_s.setdefault(worker_id, Recent()).add(now, bubble_s)
+        metrics: Metrics = self._accounts.metrics
+        metrics.step.labels(worker_id).observe(timing.execute_us / 1e6)
+        metrics.bubble.labels(worker_id).inc(bubble_s)
+
+    def status(self) -> operations_pb2.Status:
+        """Return the status of the moment."""
+        accounts, snapshot = self._accounts, self._driver.snapshot()
+        return operations_pb2.Status(
+            scheduler_id=self._scheduler_id,
+            version=VERSION,
+            uptime_s=accounts.clock() - self._started,
+            draining=self._driver.draining,
+            queues=map(_queue, snapshot.queues),
+            workers=self._workers(snapshot),
+            outcomes=accounts.outcomes,
+            arrivals=accounts.arrivals,
+            live_requests=accounts.live,
+            rates=self._rates(len(snapshot.workers)),
+        )
+
+    def _workers(self, snapshot: CoreSnapshot) -> list[operations_pb2.WorkerStatus]:
+        known = {worker.worker_id: worker for worker in snapshot.workers}
+        now = self._accounts.clock()
+        found = []
+        for link in self._links():
+            proto = operations_pb2.WorkerStatus(
+                worker_id=link.worker_id,
+                address=link.address,
+                model=link.model,
+                state=link.state,
+                runner=link.runner,
+            )
+            worker = known.get(link.worker_id)
+            if worker is not None and link.state != "lost":
+                _fill_worker(proto, worker)
+                bubbles = self._bubble_s.get(link.worker_id)
+                if bubbles is not None:
+                    proto.bubble_share = min(1.0, bubbles.per_s(now))
+            found.append(proto)
+        return found
+
+    def _rates(self, workers: int) -> operations_pb2.Rates:
+        accounts, now = self._accounts, self._accounts.clock()
+        output_per_s = accounts.recent_output_tokens.per_s(now)
+        rates = operations_pb2.Rates(
+            requests_per_s=accounts.recent_requests.per_s(now),
+            prompt_tokens_per_s=accounts.recent_prompt_tokens.per_s(now),
+            output_tokens_per_s=output_per_s,
+            ttft_p50_ms=accounts.recent_ttft_s.quantile(0.5, now) * 1000,
+            ttft_p99_ms=accounts.recent_ttft_s.quantile(0.99, now) * 1000,
+            queue_p50_ms=accounts.recent_queue_s.quantile(0.5, now) * 1000,
+            queue_p99_ms=accounts.recent_queue_s.quantile(0.99, now) * 1000,
+        )
+        if self._price_per_gpu_hour is not None and output_per_s > 0:
+            rates.cost_per_1k_tokens = self._price_per_gpu_hour * workers / 3600 / output_per_s * 1000
+        return rates
+
+
+def _queue(queue: QueueSnapshot) -> operations_pb2.QueueStatus:
+    return operations_pb2.QueueStatus(
+        model=queue.model,
+        priority=priority_to_proto(queue.priority),
+        waiting=queue.waiting,
+        waiting_tokens=queue.waiting_tokens,
+        oldest_wait_ms=queue.oldest_wait_s * 1000,
+    )
+
+
+def _fill_worker(proto: operations_pb2.WorkerStatus, worker: WorkerSnapshot) -> None:
+    proto.running = worker.running
+    proto.step_ms = worker.step_s * 1000
+    proto.steps = worker.steps
+    proto.max_num_seqs = worker.max_num_seqs
+    proto.max_num_batched_tokens = worker.max_num_batched_tokens
+    pool, block_size = worker.pool, worker.block_size
+    proto.pool.total = worker.num_blocks
+    proto.pool.block_size = block_size
+    for name in ("free", "evictable", "active", "pinned", "host_free", "largest_free_run"):
+        setattr(proto.pool, name, getattr(pool, name))
+    for name in ("hit_tokens", "miss_tokens", "host_hit_tokens"):
+        setattr(proto.pool, name, getattr(pool, name))
+    if pool.active:
+        proto.pool.internal_fragmentation = pool.unused_slots / (pool.active * block_size)
+    if pool.free and pool.largest_free_run:
+        proto.pool.external_fragmentation = 1 - pool.largest_free_run / pool.free
+
+
+__all__ = ["RATE_WINDOW_S", "StatusBoard"]

@@ -1,0 +1,80 @@
+"""The child process that tokenizes: reads jobs from stdin, writes results to stdout.
+
+Frames are a little-endian uint64 length and a pickle; both ends are this program. The child ends when
+stdin does, so that it never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+from dataclasses import dataclass
+from typing import IO, Final
+
+from scheduler_svc.chat import InputError
+from scheduler_svc.tokenization import Job, TextModel, TextSpec
+
+HEADER: Final = struct.Struct("<Q")
+# A template can ask for any amount of memory; a large prompt needs far less than this.
+_MAX_ADDRESS_SPACE: Final = 16 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A job that failed, and why. `field` is None when it is not the input's fault."""
+
+    problem: str
+    field: str | None = None
+    reason: str = "INTERNAL"
+
+
+_NOT_LOADED: Final = Failure("its process ended while it loaded the tokenizer")
+
+
+def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    """Answer jobs until there are no more."""
+    models: dict[str, TextModel | Failure] = {}
+    while header := requests.read(HEADER.size):
+        (size,) = HEADER.unpack(header)
+        message: TextSpec | Job = pickle.loads(requests.read(size))  # noqa: S301 - from our parent
+        reply = pickle.dumps(_answer(models, message), protocol=5)
+        replies.write(HEADER.pack(len(reply)) + reply)
+        replies.flush()
+
+
+def _answer(models: dict[str, TextModel | Failure], message: TextSpec | Job) -> object:
+    try:
+        if isinstance(message, TextSpec):
+            models[message.model] = TextModel(message)
+            return None
+        model = models.get(message.model, _NOT_LOADED)
+        return model if isinstance(model, Failure) else model.run(message)
+    except InputError as error:
+        return Failure(error.problem, error.field, error.reason)
+    except Exception as error:  # noqa: BLE001 - the parent decides what it means
+        failure = Failure(f"{type(error).__name__}: {error}")
+        if isinstance(message, TextSpec):
+            models[message.model] = failure
+        return failure
+
+
+def main() -> None:
+    """Run the child."""
+    # A terminal's Ctrl-C reaches the whole group; the parent decides when it is over.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _MAX_ADDRESS_SPACE if hard == resource.RLIM_INFINITY else min(_MAX_ADDRESS_SPACE, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # Whatever a library prints must not end up between the replies.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(sys.stdin.buffer, replies)
+
+
+if __name__ == "__main__":
+    main()

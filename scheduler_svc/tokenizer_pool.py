@@ -1,0 +1,241 @@
+"""Child processes that tokenize, so that the event loop never does.
+
+A thread would not do: `tokenizers` holds the interpreter's lock while it encodes (measured: 600 ms for
+120,000 tokens), and so does everything in Python around it. A child that crashes or takes too long is
+replaced; its job is tried once more after a crash, never after a timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import sys
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from scheduler_svc.detokenizer import TokenTable
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.tokenization import (
+    Decode,
+    EncodeChat,
+    Encoded,
+    EncodeText,
+    Job,
+    MakeTable,
+    TakeTokens,
+    TextSpec,
+)
+from scheduler_svc.tokenizer_child import HEADER, Failure
+
+_log = structlog.get_logger()
+
+_LARGE_BYTES: Final = 64 * 1024
+_MAX_PENDING: Final = 1024
+_MAX_PENDING_BYTES: Final = 64 << 20
+_MAX_ATTEMPTS: Final = 2
+_LOAD_TIMEOUT_S: Final = 60.0
+
+
+class _Crashed(Exception):
+    """The child is gone."""
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """A job on its way."""
+
+    job: Job
+    size_bytes: int
+    done: asyncio.Future[object]
+    attempts: int = 0
+
+
+class _Child:
+    """One child process, started when it is needed and again when it is gone."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self.loaded: set[str] = set()
+
+    async def exchange(self, message: TextSpec | Job, timeout_s: float) -> object:
+        """Return the child's reply.
+
+        Raises:
+            _Crashed: the child ended instead of answering.
+            TimeoutError: it took too long and was killed.
+        """
+        if self._process is None:
+            self._process = await _start()
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        data = pickle.dumps(message, protocol=5)
+        try:
+            async with asyncio.timeout(timeout_s):
+                process.stdin.write(HEADER.pack(len(data)))
+                process.stdin.write(data)
+                await process.stdin.drain()
+                (size,) = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
+                return pickle.loads(await process.stdout.readexactly(size))  # noqa: S301 - our child
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await self.stop()
+            raise _Crashed from None
+        except BaseException:
+            # Also when cancelled: a reply nobody waits for must not be taken for the next one.
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End the process, whatever it is doing."""
+        process, self._process = self._process, None
+        self.loaded.clear()
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def _start() -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "scheduler_svc.tokenizer_child",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 20,
+        # One prompt, one core: the rest belongs to whoever computes.
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+    )
+
+
+class TokenizerPool:
+    """Runs jobs on child processes. With two or more, large inputs leave the first one free."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._specs: dict[str, TextSpec] = {}
+        self._small: deque[_Ticket] = deque()
+        self._large: deque[_Ticket] = deque()
+        self._pending_bytes = 0
+        self._wakes = [asyncio.Event() for _ in range(size)]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to serve; child processes come with the first model."""
+        self._tasks = [
+            asyncio.create_task(self._serve(wake, takes_large=index > 0 or len(self._wakes) == 1))
+            for index, wake in enumerate(self._wakes)
+        ]
+
+    async def close(self) -> None:
+        """End all child processes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def load(self, spec: TextSpec) -> TokenTable | None:
+        """Load a model in every child; return its token table, or None when it can have none.
+
+        Raises:
+            ServiceError: its tokenizer cannot be loaded.
+        """
+        self._specs[spec.model] = spec
+        result = await self._run(MakeTable(spec.model), 0)
+        assert result is None or isinstance(result, TokenTable)
+        return result
+
+    async def encode(self, job: EncodeText | EncodeChat | TakeTokens, size_bytes: int) -> Encoded:
+        """Return the prompt of an input.
+
+        Raises:
+            ServiceError: the input cannot become a prompt, or too many wait for it.
+        """
+        result = await self._run(job, size_bytes)
+        assert isinstance(result, Encoded)
+        return result
+
+    async def decode(self, job: Decode) -> str:
+        """Return the text of tokens; raises as `encode` does."""
+        result = await self._run(job, len(job.tokens))
+        assert isinstance(result, str)
+        return result
+
+    async def _run(self, job: Job, size_bytes: int) -> object:
+        pending = len(self._small) + len(self._large)
+        if pending >= _MAX_PENDING or (pending and self._pending_bytes + size_bytes > _MAX_PENDING_BYTES):
+            raise ServiceError("QUEUE_FULL", "too many prompts wait to be tokenized", retry_after_s=1.0)
+        ticket = _Ticket(job, size_bytes, asyncio.get_running_loop().create_future())
+        self._enqueue(ticket)
+        result = await ticket.done
+        if isinstance(result, Failure):
+            if result.field is not None:
+                raise ServiceError.invalid((result.field, result.problem), reason=result.reason)
+            raise ServiceError("TOKENIZER_FAILED", f"the tokenizer failed: {result.problem}")
+        return result
+
+    def _enqueue(self, ticket: _Ticket) -> None:
+        queue = self._large if ticket.size_bytes > _LARGE_BYTES else self._small
+        queue.append(ticket)
+        self._pending_bytes += ticket.size_bytes
+        for wake in self._wakes:
+            wake.set()
+
+    def _next(self, *, takes_large: bool) -> _Ticket | None:
+        """Return the next job that somebody still waits for."""
+        for queue in (self._small, self._large) if takes_large else (self._small,):
+            while queue:
+                ticket = queue.popleft()
+                self._pending_bytes -= ticket.size_bytes
+                if not ticket.done.done():
+                    return ticket
+        return None
+
+    async def _serve(self, wake: asyncio.Event, *, takes_large: bool) -> None:
+        child = _Child()
+        try:
+            while True:
+                wake.clear()
+                await self._load_into(child)
+                ticket = self._next(takes_large=takes_large)
+                if ticket is not None:
+                    await self._answer(child, ticket)
+                    continue
+                await wake.wait()
+        finally:
+            await child.stop()
+
+    async def _load_into(self, child: _Child) -> None:
+        """Give a child the models that it does not have."""
+        while missing := self._specs.keys() - child.loaded:
+            model = missing.pop()
+            try:
+                reply = await child.exchange(self._specs[model], _LOAD_TIMEOUT_S)
+            except (_Crashed, TimeoutError):
+                reply = Failure("the process ended while it loaded the tokenizer")
+            child.loaded.add(model)
+            if isinstance(reply, Failure):
+                _log.error("tokenizer_load_failed", model=model, problem=reply.problem)
+
+    async def _answer(self, child: _Child, ticket: _Ticket) -> None:
+        ticket.attempts += 1
+        try:
+            result = await child.exchange(ticket.job, self._timeout_s)
+        except TimeoutError:
+            _log.warning("tokenizer_timeout", model=ticket.job.model, size_bytes=ticket.size_bytes)
+            result = Failure(f"it took longer than {self._timeout_s:g} s")
+        except _Crashed:
+            _log.warning("tokenizer_crashed", model=ticket.job.model, attempts=ticket.attempts)
+            if ticket.attempts < _MAX_ATTEMPTS:
+                self._enqueue(ticket)
+                return
+            result = Failure("its process crashed on this input")
+        if not ticket.done.done():
+            ticket.done.set_result(result)
