@@ -1,0 +1,173 @@
+"""Reads a Hugging Face model folder: config.json, safetensors, tokenizer.json and companions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from octavo.sampling import SamplingParams
+from safetensors import SafetensorError, safe_open
+
+from worker_svc.errors import ModelLoadError
+from worker_svc.runner.torch.checkpoint import Checkpoint, TextSide
+from worker_svc.runner.torch.config import parse_config
+
+_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def open_hf_folder(folder: Path) -> Checkpoint:
+    """Open a model folder; weights stay on disk until they are read.
+
+    Raises:
+        ModelLoadError: a file is missing, damaged or not supported; it is named.
+    """
+    raw = read_json(folder / "config.json")
+    where = dict(_weight_map(folder))
+
+    def read(name: str) -> torch.Tensor:
+        path = where.get(name)
+        if path is None:
+            raise ModelLoadError(f"{folder}: no weight {name} in its safetensors files")
+        with _opened(path) as weights:
+            try:
+                tensor: torch.Tensor = weights.get_tensor(name)
+            except (SafetensorError, ValueError) as error:
+                raise ModelLoadError(f"{path}: weight {name} cannot be read: {error}") from error
+            return tensor
+
+    return Checkpoint(
+        source=str(folder),
+        config=parse_config(raw, str(folder / "config.json")),
+        text=read_text_side(folder, raw),
+        names=frozenset(where),
+        read=read,
+        rope_pairs_adjacent=False,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ModelLoadError: there is no such file, or it holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path}: no such file") from error
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
+    return value
+
+
+def _weight_map(folder: Path) -> Iterator[tuple[str, Path]]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = read_json(index).get("weight_map")
+        if not isinstance(files, dict):
+            raise ModelLoadError(f"{index}: weight_map is missing")
+        paths = sorted({folder / str(name) for name in files.values()})
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        others = sorted(path.name for path in folder.glob("*.bin")) + sorted(
+            path.name for path in folder.glob("*.pt*")
+        )
+        why = f"; {others[0]} is a pickle, which is never loaded" if others else ""
+        raise ModelLoadError(f"{folder}: no safetensors file{why}")
+    for path in paths:
+        with _opened(path) as weights:
+            for name in weights.keys():  # noqa: SIM118 # not a mapping
+                yield name, path
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path}: no such file") from error
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{path}: damaged or truncated: {error}") from error
+
+
+def read_text_side(folder: Path, config: Mapping[str, Any]) -> TextSide:
+    """Return what a folder says of text; `config` is its config.json.
+
+    Raises:
+        ModelLoadError: a file is missing or damaged.
+    """
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ModelLoadError(f"{tokenizer}: no such file; the model needs a fast tokenizer")
+    files = {name: (folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).is_file()}
+    settings = _optional_json(folder / "tokenizer_config.json")
+    generation = _optional_json(folder / "generation_config.json")
+    vocabulary = _special_ids(read_json(tokenizer))
+    special = {
+        role: text for role in _SPECIAL_TOKENS if (text := _token_text(settings.get(role))) is not None
+    }
+    eos = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
+    end_of_turn = vocabulary.get(special.get("eos_token", ""))
+    bos = (*_ids(config.get("bos_token_id")), *_ids(generation.get("bos_token_id")))
+    named_bos = vocabulary.get(special.get("bos_token", ""))
+    return TextSide(
+        tokenizer_files=files,
+        eos_token_ids=tuple(dict.fromkeys((*eos, *(() if end_of_turn is None else (end_of_turn,))))),
+        bos_token_id=named_bos if named_bos is not None else next(iter(bos), None),
+        add_bos_token=bool(settings.get("add_bos_token", False)),
+        chat_template=_chat_template(folder, settings),
+        special_tokens=special,
+        generation_defaults=_generation_defaults(generation),
+    )
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _special_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    added = tokenizer.get("added_tokens") or []
+    return {str(token["content"]): int(token["id"]) for token in added}
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """Return the ids of a field that holds nothing, one id or a list of ids."""
+    if value is None:
+        return ()
+    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """Return the default template, from its own file or from tokenizer_config.json."""
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _generation_defaults(generation: Mapping[str, Any]) -> SamplingParams:
+    if generation.get("do_sample") is False:
+        # Sampling fields of a config that says greedy are leftovers; transformers ignores them, too.
+        penalty = generation.get("repetition_penalty")
+        return SamplingParams(repetition_penalty=None if penalty is None else float(penalty))
+    found = {name: generation[name] for name in _DEFAULTS if generation.get(name) is not None}
+    if "top_k" in found:
+        found["top_k"] = int(found["top_k"])
+    return SamplingParams(**found)

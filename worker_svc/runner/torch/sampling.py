@@ -1,0 +1,188 @@
+"""Picks the next token of every row of a step at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from octavo.protocol.steps import TokenLogprobs
+from torch import Tensor
+
+from worker_svc.errors import StepFailed
+from worker_svc.runner.torch.noise import gumbel
+from worker_svc.runner.torch.sampling_state import SamplingState
+from worker_svc.sequence import Sequence
+
+_NUCLEUS_GUESS: Final = 256
+"""So many best tokens almost always cover top_p; a row that needs more is sorted whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens by handle, and log probabilities of those that asked for them."""
+
+    token_ids: dict[int, int]
+    logprobs: dict[int, TokenLogprobs]
+
+
+class Sampler:
+    """Samples batches of rows; remembers the penalties of the sequences it has been given."""
+
+    def __init__(self, eos_token_ids: Seq[int], vocab_size: int, device: torch.device) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._vocab_size = vocab_size
+        self._device = device
+        self._states: dict[int, SamplingState] = {}
+        self._all_ids = torch.arange(vocab_size, dtype=torch.int32, device=device).unsqueeze(0)
+
+    def forget(self, handles: Iterable[int]) -> None:
+        """Drop what is known of these sequences."""
+        for handle in handles:
+            self._states.pop(handle, None)
+
+    def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> Sampled:
+        """Sample one token per row of `logits` [R, vocab] (float32, overwritten).
+
+        Raises:
+            StepFailed: rows hold something that is not a number; their handles are named.
+        """
+        states = [self._state(sequence) for sequence in sequences]
+        reporting = [row for row, state in enumerate(states) if state.num_logprobs is not None]
+        raw = logits[self._index(reporting)] if reporting else None
+        self._edit(logits, states)
+        best, chosen = logits.max(dim=-1)
+        bad = torch.isfinite(best).logical_not_().nonzero().flatten().tolist()
+        if bad:
+            raise StepFailed("logits are not finite", tuple(sequences[row].handle for row in bad))
+        drawing = [row for row, state in enumerate(states) if not state.greedy]
+        if drawing:
+            rows = self._index(drawing)
+            chosen[rows] = self._draw(logits[rows], [states[row] for row in drawing])
+        handles = [sequence.handle for sequence in sequences]
+        logprobs: dict[int, TokenLogprobs] = {}
+        if raw is not None:
+            reports = _report(raw, chosen[self._index(reporting)], [states[row] for row in reporting])
+            logprobs = {handles[row]: report for row, report in zip(reporting, reports, strict=True)}
+        return Sampled(dict(zip(handles, chosen.tolist(), strict=True)), logprobs)
+
+    def _state(self, sequence: Sequence) -> SamplingState:
+        state = self._states.get(sequence.handle)
+        if state is None or state.sequence is not sequence:
+            state = SamplingState(sequence, self._eos_token_ids, self._vocab_size)
+            self._states[sequence.handle] = state
+        return state
+
+    def _index(self, values: Seq[int]) -> Tensor:
+        return torch.tensor(values, device=self._device)
+
+    def _edit(self, logits: Tensor, states: Seq[SamplingState]) -> None:
+        """Apply penalties, biases and bans to the tokens they concern."""
+        edits = [(row, *state.current_edits()) for row, state in enumerate(states) if state.edits]
+        if edits:
+            rows = self._rows_of([(row, ids.size) for row, ids, _, _ in edits])
+            ids = self._concatenated([ids for _, ids, _, _ in edits])
+            divisors = self._concatenated([divisors for _, _, divisors, _ in edits])
+            offsets = self._concatenated([offsets for _, _, _, offsets in edits])
+            values = logits[rows, ids]
+            values = torch.where(values > 0, values / divisors, values * divisors)
+            logits[rows, ids] = values + offsets
+        bans = [(row, banned) for row, state in enumerate(states) if (banned := state.bans()).size]
+        if bans:
+            rows = self._rows_of([(row, ids.size) for row, ids in bans])
+            logits[rows, self._concatenated([ids for _, ids in bans])] = -torch.inf
+
+    def _rows_of(self, counts: Seq[tuple[int, int]]) -> Tensor:
+        rows, repeats = zip(*counts, strict=True)
+        return torch.from_numpy(np.repeat(rows, repeats)).to(self._device)
+
+    def _concatenated(self, parts: Seq[np.ndarray[tuple[int], np.dtype[np.number]]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(self._device)
+
+    def _draw(self, logits: Tensor, states: Seq[SamplingState]) -> Tensor:
+        """Return a random token per row of `logits` [R, vocab], [R]."""
+        scaled = logits.mul_(self._column([state.inverse_temperature for state in states]))
+        keys = torch.tensor([state.key() for state in states], dtype=torch.int32, device=self._device)
+        chosen = torch.empty(len(states), dtype=torch.long, device=self._device)
+        free = [row for row, state in enumerate(states) if not state.filters]
+        if free:
+            rows = self._index(free)
+            chosen[rows] = self._draw_free(scaled[rows], keys[rows], [states[row] for row in free])
+        filtered = [row for row, state in enumerate(states) if state.filters]
+        if filtered:
+            rows = self._index(filtered)
+            some = [states[row] for row in filtered]
+            chosen[rows] = self._draw_filtered(scaled[rows], keys[rows], some)
+        return chosen
+
+    def _draw_free(self, scaled: Tensor, keys: Tensor, states: Seq[SamplingState]) -> Tensor:
+        scores = gumbel(keys, self._all_ids).add_(scaled)
+        if any(state.log_min_p > -np.inf for state in states):
+            floor = scaled.amax(dim=-1, keepdim=True) + self._column([state.log_min_p for state in states])
+            scores.masked_fill_(scaled < floor, -torch.inf)
+        return scores.argmax(dim=-1)
+
+    def _draw_filtered(self, scaled: Tensor, keys: Tensor, states: Seq[SamplingState]) -> Tensor:
+        """Draw among the best tokens only: top_k, then top_p of what is left, then min_p."""
+        counts = [state.top_k if state.top_k < self._vocab_size else _NUCLEUS_GUESS for state in states]
+        values, token_ids = scaled.topk(min(max(counts), self._vocab_size), dim=-1)  # [R, K], best first
+        top_k = self._column([state.top_k for state in states])
+        values.masked_fill_(torch.arange(values.shape[1], device=self._device) >= top_k, -torch.inf)
+        # Probabilities are relative to what top_k keeps, or to the whole vocabulary.
+        of_all = top_k >= self._vocab_size
+        total = torch.where(
+            of_all, scaled.logsumexp(dim=-1, keepdim=True), values.logsumexp(dim=-1, keepdim=True)
+        )
+        probabilities = (values - total).exp_()
+        before = probabilities.cumsum(dim=-1) - probabilities
+        top_p = self._column([state.top_p for state in states])
+        floor = values[:, :1] + self._column([state.log_min_p for state in states])
+        dropped = (before >= top_p) | (values < floor)
+        dropped[:, 0] = False
+        scores = gumbel(keys, token_ids.to(torch.int32)).add_(values).masked_fill_(dropped, -torch.inf)
+        chosen = token_ids.gather(1, scores.argmax(dim=-1, keepdim=True)).flatten()
+        if values.shape[1] < self._vocab_size:
+            covered = probabilities.sum(dim=-1, keepdim=True) >= top_p
+            short = (of_all & ~covered).flatten().nonzero().flatten().tolist()
+            if short:
+                rows = self._index(short)
+                chosen[rows] = self._draw_sorted(scaled[rows], keys[rows], [states[row] for row in short])
+        return chosen
+
+    def _draw_sorted(self, scaled: Tensor, keys: Tensor, states: Seq[SamplingState]) -> Tensor:
+        """Draw under a top_p that reaches deep into the vocabulary."""
+        values, token_ids = scaled.sort(dim=-1, descending=True)
+        probabilities = values.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        dropped = before >= self._column([state.top_p for state in states])
+        dropped |= values < values[:, :1] + self._column([state.log_min_p for state in states])
+        dropped[:, 0] = False
+        scores = gumbel(keys, token_ids.to(torch.int32)).add_(values).masked_fill_(dropped, -torch.inf)
+        return token_ids.gather(1, scores.argmax(dim=-1, keepdim=True)).flatten()
+
+    def _column(self, values: Seq[float]) -> Tensor:
+        return torch.tensor(values, device=self._device).unsqueeze(1)
+
+
+def _report(raw: Tensor, chosen: Tensor, states: Seq[SamplingState]) -> list[TokenLogprobs]:
+    """Return log probabilities under the model itself: before penalties, temperature and filters."""
+    logprobs = raw.log_softmax(dim=-1)
+    own = logprobs.gather(1, chosen.unsqueeze(1))
+    ranks = (logprobs > own).sum(dim=-1).add_(1).tolist()
+    wanted = [state.num_logprobs or 0 for state in states]
+    best, best_ids = logprobs.topk(max(wanted), dim=-1)
+    return [
+        TokenLogprobs(token_id, logprob, rank, tuple(ids[:count]), tuple(values[:count]))
+        for token_id, logprob, rank, ids, values, count in zip(
+            chosen.tolist(),
+            own.flatten().tolist(),
+            ranks,
+            best_ids.tolist(),
+            best.tolist(),
+            wanted,
+            strict=True,
+        )
+    ]
