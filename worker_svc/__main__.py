@@ -1,11 +1,10 @@
-"""`python -m worker_svc`: the same as `octavo worker`."""
+"""`python -m worker_svc` is `octavo worker`."""
 
 from __future__ import annotations
 
 import sys
 
-from worker_svc.config import WorkerSettings
-from worker_svc.main import run
+from octavo.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(run(WorkerSettings.load({})))
+    sys.exit(main(["worker", *sys.argv[1:]]))

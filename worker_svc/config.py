@@ -79,7 +79,9 @@ class WorkerSettings(BaseSettings):
     )
 
     # KV memory
-    block_size: Annotated[int, Field(ge=1, le=256)] = Field(16, description="tokens per KV block")
+    block_size: Annotated[int, Field(ge=1, le=256)] | None = Field(
+        None, description="tokens per KV block; by default 16, and 32 with the vllm runner"
+    )
     num_blocks: Count | None = Field(None, description="KV blocks on the device")
     kv_cache_bytes: Count | None = Field(
         None, description="bytes of KV blocks on the device, instead of num_blocks"
@@ -99,6 +101,10 @@ class WorkerSettings(BaseSettings):
     )
     kv_layout: Literal["paged", "contiguous"] = Field(
         "paged", description="contiguous: one run per sequence, the control arm of experiments"
+    )
+
+    padded: bool = Field(
+        False, description="compute each batch padded to its longest row, as the static arm does (torch)"
     )
 
     # Where to be found
@@ -134,6 +140,11 @@ class WorkerSettings(BaseSettings):
     sim_speed: Annotated[float, Field(gt=0)] = Field(
         1.0, description="the sim runner's clock, as a multiple of real time"
     )
+
+    @property
+    def tokens_per_block(self) -> int:
+        """`block_size`, or the default of the runner."""
+        return self.block_size or (32 if self.runner == "vllm" else 16)
 
     @property
     def host(self) -> str:

@@ -12,7 +12,8 @@ from worker_svc.engine import Engine, EngineConfig
 from worker_svc.errors import SettingsError
 from worker_svc.faults import Faults, FaultyRunner
 from worker_svc.loop import Loaded
-from worker_svc.runner.base import ModelRunner, Progress
+from worker_svc.models import ModelFormat, ResolvedModel, resolve
+from worker_svc.runner.base import ModelInfo, ModelRunner, Progress
 from worker_svc.sizing import size
 
 
@@ -83,9 +84,96 @@ def load_runner(settings: WorkerSettings, progress: Progress) -> ModelRunner:
         ModelLoadError: the model cannot be loaded.
         SettingsError: the runner cannot work with the settings.
     """
-    # ruff: noqa: PLC0415 - torch and vLLM take seconds to import, and need not be installed
     match settings.runner:
+        case "torch":
+            return _load_torch(settings, progress)
+        case "vllm":
+            return _load_vllm(settings, progress)
         case "sim":
-            from worker_svc.runner import sim
+            return _load_sim(settings, progress)
 
-            return sim.load(settings)
+
+# ruff: noqa: PLC0415 - torch and vLLM take seconds to import, and need not be installed
+
+
+def _load_torch(settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    from worker_svc.runner import torch
+
+    options = torch.TorchOptions(
+        device=settings.device,
+        dtype=settings.dtype,
+        num_threads=settings.num_threads,
+        max_model_len=settings.max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        padded=settings.padded,
+    )
+    return torch.load(resolve(settings.model, progress, settings.revision), options, progress)
+
+
+def _load_vllm(settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    from worker_svc.runner.vllm import installed
+    from worker_svc.runner.vllm.gguf_folder import hf_folder_of
+    from worker_svc.runner.vllm.runner import VllmRunner
+    from worker_svc.runner.vllm.settings import VllmSettings, chosen_dtype
+
+    installed.prepare()
+    model = resolve(settings.model, progress, settings.revision)
+    dtype = chosen_dtype(settings.dtype)
+    is_gguf = model.format is ModelFormat.GGUF
+    vllm_settings = VllmSettings(
+        model=hf_folder_of(model, dtype, progress) if is_gguf else model.path,
+        dtype=dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        quantization=settings.quantization,
+        enforce_eager=settings.enforce_eager,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        trust_remote_code=settings.trust_remote_code,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        block_size=settings.tokens_per_block,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        args=settings.vllm_args,
+    )
+    return VllmRunner(vllm_settings, _text_info(model, "vllm"), progress)
+
+
+def _load_sim(settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    from worker_svc.runner.sim import BUILT_IN, SimRunner, built_in_model, simulated
+    from worker_svc.runner.steptime import StepTimes, read_profile
+
+    times = StepTimes() if settings.sim_profile is None else read_profile(settings.sim_profile)
+    if settings.model == BUILT_IN:
+        info = built_in_model()
+    else:
+        info = simulated(_text_info(resolve(settings.model, progress, settings.revision), "sim"))
+    return SimRunner(info, times, settings.sim_speed)
+
+
+def _text_info(model: ResolvedModel, runner: str) -> ModelInfo:
+    """Return what a model's files say of text; the runner fills in what concerns the weights."""
+    from worker_svc.runner.torch.gguf_file import open_gguf
+    from worker_svc.runner.torch.hf_folder import read_json, read_text_side
+
+    if model.format is ModelFormat.GGUF:
+        text = open_gguf(model.path).text
+    else:
+        text = read_text_side(model.path, read_json(model.path / "config.json"))
+    return ModelInfo(
+        model_id=model.model_id,
+        revision=model.revision,
+        runner=runner,
+        dtype="",
+        kv_dtype="",
+        vocab_size=0,
+        max_model_len=0,
+        eos_token_ids=text.eos_token_ids,
+        bos_token_id=text.bos_token_id,
+        add_bos_token=text.add_bos_token,
+        generation_defaults=text.generation_defaults,
+        chat_template=text.chat_template,
+        special_tokens=text.special_tokens,
+        tokenizer_files=text.tokenizer_files,
+        kv_bytes_per_token=0,
+    )

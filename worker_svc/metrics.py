@@ -15,10 +15,14 @@ from prometheus_client import (
     Histogram,
     Info,
     ProcessCollector,
+    disable_created_metrics,
     start_http_server,
 )
 
 from worker_svc.runner.base import ModelInfo
+
+# Counters that say when they were made double the page and help nobody.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _US = 1e-6
 # From a small GPU step to a long prefill on a CPU.

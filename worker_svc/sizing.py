@@ -34,13 +34,13 @@ def size(settings: WorkerSettings, info: ModelInfo, available_kv_bytes: Callable
     Raises:
         SettingsError: what was asked for cannot be had.
     """
-    block_bytes = settings.block_size * info.kv_bytes_per_token
+    block_bytes = settings.tokens_per_block * info.kv_bytes_per_token
     model_len = _model_len(settings, info)
     num_blocks = _num_blocks(settings, info, model_len, available_kv_bytes)
-    longest_blocks = -(-model_len // settings.block_size)
+    longest_blocks = -(-model_len // settings.tokens_per_block)
     if settings.max_model_len is not None and longest_blocks > num_blocks:
         raise SettingsError(
-            f"max_model_len {model_len} needs {longest_blocks} blocks of {settings.block_size} tokens, "
+            f"max_model_len {model_len} needs {longest_blocks} blocks of {settings.tokens_per_block} tokens, "
             f"the pool has {num_blocks} ({num_blocks * block_bytes / 2**20:.0f} MiB)"
         )
     spare_blocks = max(0, num_blocks - longest_blocks)
@@ -54,14 +54,14 @@ def size(settings: WorkerSettings, info: ModelInfo, available_kv_bytes: Callable
         )
     return Sizing(
         Geometry(
-            block_size=settings.block_size,
+            block_size=settings.tokens_per_block,
             num_blocks=num_blocks,
             num_host_blocks=_num_host_blocks(settings, block_bytes),
             block_bytes=block_bytes,
             paged=settings.kv_layout == "paged",
             pin_budget_blocks=pin_budget,
         ),
-        max_model_len=min(model_len, (num_blocks - pin_budget) * settings.block_size),
+        max_model_len=min(model_len, (num_blocks - pin_budget) * settings.tokens_per_block),
     )
 
 
@@ -80,7 +80,7 @@ def _num_blocks(
     model_len: int,
     available_kv_bytes: Callable[[float], int],
 ) -> int:
-    block_bytes = settings.block_size * info.kv_bytes_per_token
+    block_bytes = settings.tokens_per_block * info.kv_bytes_per_token
     if settings.num_blocks is not None or settings.kv_cache_bytes is not None:
         num_blocks = settings.num_blocks or (settings.kv_cache_bytes or 0) // block_bytes
         if num_blocks < 1:
@@ -101,11 +101,11 @@ def _num_blocks(
     if available < block_bytes:
         raise SettingsError(
             f"gpu_memory_utilization {share:g} leaves {max(0, available) / 2**20:.1f} MiB on {info.device}, "
-            f"one block takes {settings.block_size} tokens x {info.kv_bytes_per_token} bytes = "
+            f"one block takes {settings.tokens_per_block} tokens x {info.kv_bytes_per_token} bytes = "
             f"{block_bytes / 2**20:.1f} MiB"
         )
     # More than every row at its longest would never be used but by the prefix cache.
-    longest_blocks = -(-model_len // settings.block_size)
+    longest_blocks = -(-model_len // settings.tokens_per_block)
     return min(available // block_bytes, settings.max_num_seqs * longest_blocks)
 
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Final
 
 from octavo.sampling import SamplingParams
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from worker_svc.config import WorkerSettings
-from worker_svc.errors import SettingsError
 from worker_svc.runner.base import BlockCopy, ModelInfo, StepBatch, StepResult
-from worker_svc.runner.steptime import StepLoad, StepTimes, read_profile
+from worker_svc.runner.steptime import StepLoad, StepTimes
 
 BUILT_IN: Final = "sim"
 KV_BYTES_PER_TOKEN: Final = 23_040
@@ -142,18 +141,6 @@ def _noise(seed: int, choice: int, position: int, previous: int) -> int:
     return state
 
 
-def load(settings: WorkerSettings) -> SimRunner:
-    """Return the runner that the settings describe.
-
-    Raises:
-        SettingsError: the profile of step times cannot be read, or another model was asked for.
-    """
-    if settings.model != BUILT_IN:
-        raise SettingsError(f"the sim runner has a tokenizer of its own: --model {BUILT_IN}")
-    times = StepTimes() if settings.sim_profile is None else read_profile(settings.sim_profile)
-    return SimRunner(built_in_model(), times, settings.sim_speed)
-
-
 def byte_level_tokenizer() -> str:
     """Return a tokenizer.json of one token per byte, after the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -166,24 +153,39 @@ def byte_level_tokenizer() -> str:
     return text
 
 
-def built_in_model() -> ModelInfo:
-    """Return the description of `--model sim`, which needs no download."""
-    tokenizer = byte_level_tokenizer()
-    return ModelInfo(
-        model_id=BUILT_IN,
-        revision="sim-1",
-        runner="sim",
+def simulated(info: ModelInfo) -> ModelInfo:
+    """Return a model's description with all that concerns weights made up."""
+    tokenizer = Tokenizer.from_str(info.tokenizer_files["tokenizer.json"].decode())
+    return replace(
+        info,
+        revision=f"sim-{info.revision}",
         dtype="simulated",
         kv_dtype="simulated",
-        vocab_size=Tokenizer.from_str(tokenizer).get_vocab_size(),
+        vocab_size=tokenizer.get_vocab_size(),
         max_model_len=CONTEXT,
-        eos_token_ids=(_EOS,),
-        bos_token_id=None,
-        add_bos_token=False,
-        generation_defaults=SamplingParams(),
-        chat_template=_TEMPLATE,
-        special_tokens={"eos_token": _SPECIAL[_EOS]},
-        tokenizer_files={"tokenizer.json": tokenizer.encode()},
         kv_bytes_per_token=KV_BYTES_PER_TOKEN,
         device="sim",
+    )
+
+
+def built_in_model() -> ModelInfo:
+    """Return the description of `--model sim`, which needs no download."""
+    return simulated(
+        ModelInfo(
+            model_id=BUILT_IN,
+            revision="1",
+            runner="sim",
+            dtype="",
+            kv_dtype="",
+            vocab_size=0,
+            max_model_len=0,
+            eos_token_ids=(_EOS,),
+            bos_token_id=None,
+            add_bos_token=False,
+            generation_defaults=SamplingParams(),
+            chat_template=_TEMPLATE,
+            special_tokens={"eos_token": _SPECIAL[_EOS]},
+            tokenizer_files={"tokenizer.json": byte_level_tokenizer().encode()},
+            kv_bytes_per_token=0,
+        )
     )

@@ -98,6 +98,11 @@ def _opened(path: Path) -> Any:
 
 
 def read_text_side(folder: Path, config: Mapping[str, Any]) -> TextSide:
+    """Return tokenizer, end tokens, chat template and generation defaults of a model folder.
+
+    Raises:
+        ModelLoadError: there is no tokenizer.json, or a file is damaged.
+    """
     """Return what a folder says of text; `config` is its config.json.
 
     Raises:
