@@ -1,10 +1,13 @@
 """Finds the sequence that makes steps fail: halves of the batch are run again, alone.
 
-A failed step freezes its worker: plans already queued are answered SKIPPED. Then each group of
-suspects gets a step of its own; one that fails is split, and a sequence that fails alone is the culprit.
+A failed step freezes its worker: plans already queued are answered SKIPPED until one names the failed
+step. Then each group of suspects gets a step of its own; one that fails is split. A sequence is
+the culprit when the worker names it, or when it fails alone after it was part of a step that failed.
 """
 
 from __future__ import annotations
+
+from octavo.protocol.steps import StepError
 
 from scheduler_svc.core.planning import Draft
 from scheduler_svc.core.request import Sequence, Status
@@ -15,29 +18,22 @@ def _runs_on(worker: WorkerState, sequence: Sequence) -> bool:
     return sequence.status is Status.RUNNING and sequence.worker is worker
 
 
-def _halves(group: list[Sequence]) -> list[list[Sequence]]:
-    middle = (len(group) + 1) // 2
-    return [half for half in (group[:middle], group[middle:]) if half]
-
-
-def step_failed(worker: WorkerState, flight: InFlight) -> Sequence | None:
-    """Take note of a failed step; return the culprit when it is known."""
-    bisection = worker.bisection
-    if bisection is None:
-        skipped = set(flight.plan.skip)
-        batch = [s for handle, s in worker.decoding.items() if handle not in skipped]
-        prefilled = (worker.sequences.get(handle) for handle, _ in flight.plan.prefill)
-        batch.extend(s for s in prefilled if s is not None and s.handle not in worker.decoding)
-        suspects = [sequence for sequence in batch if _runs_on(worker, sequence)]
-        bisection = worker.bisection = Bisection(None, [])
-    else:
-        suspects = [sequence for sequence in bisection.on_trial if _runs_on(worker, sequence)]
-        bisection.on_trial = []
-    bisection.resume_after = flight.plan.step
-    if len(suspects) == 1:
-        return suspects[0]
-    bisection.groups = _halves(suspects) + bisection.groups
-    return None
+def step_failed(worker: WorkerState, flight: InFlight, errors: tuple[StepError, ...]) -> list[Sequence]:
+    """Take note of a failed step; return the culprits that are known."""
+    worker.resume_after = flight.plan.step
+    named = {handle for error in errors for handle in error.handles}
+    culprits = [s for handle, s in worker.sequences.items() if handle in named and _runs_on(worker, s)]
+    search = worker.bisection
+    if search is not None:
+        suspects = [s for s in search.on_trial if _runs_on(worker, s) and s not in culprits]
+        search.on_trial = []
+        if len(suspects) == 1 and not culprits:
+            return suspects
+        search.groups[:0] = _halves(suspects)
+    elif not culprits:
+        # A lone sequence is tried once more: what failed may have passed.
+        worker.bisection = Bisection(_halves(_batch(worker, flight)))
+    return culprits
 
 
 def step_passed(worker: WorkerState) -> None:
@@ -47,36 +43,44 @@ def step_passed(worker: WorkerState) -> None:
 
 
 def draft_trial(worker: WorkerState) -> Draft | None:
-    """Return a draft that runs the next group alone; None when the search is over.
-
-    The search ends with a plan of its own even when no suspect is left, since the worker waits for
-    the step number after which it goes on.
-    """
-    bisection = worker.bisection
-    if bisection is None:
+    """Return a draft that runs the next group alone; None when the search is over, or there is none."""
+    search = worker.bisection
+    if search is None:
         return None
-    while bisection.groups:
-        group = [sequence for sequence in bisection.groups.pop(0) if _runs_on(worker, sequence)]
-        if group:
-            bisection.on_trial = group
-            break
-    if not bisection.on_trial and bisection.resume_after is None:
+    group: list[Sequence] = []
+    while search.groups and not group:
+        group = [sequence for sequence in search.groups.pop(0) if _runs_on(worker, sequence)]
+    if not group:
         worker.bisection = None
         return None
+    search.on_trial = group
     draft = Draft(worker, worker.next_step, worker.token_budget, worker.available_blocks())
-    draft.released.extend(worker.pending_release)
-    worker.pending_release.clear()
-    chosen = {sequence.handle for sequence in bisection.on_trial}
-    for handle, sequence in worker.decoding.items():
-        if handle in chosen:
-            draft.decodes += 1
-        else:
+    chosen = {sequence.handle for sequence in group}
+    for handle, sequence in worker.sequences.items():
+        if handle not in chosen:
+            # Rows that are held after their end are computed too, unless they are skipped.
             draft.skip.append(handle)
             worker.delay_growth(sequence)
+        elif handle in worker.decoding:
+            draft.decodes += 1
     draft.budget -= draft.decodes
-    for sequence in bisection.on_trial:
+    for sequence in group:
         left = sequence.left_to_plan
         if sequence.handle in worker.prefilling and left > 0 and draft.budget > 0:
             draft.compute(sequence, min(left, draft.budget))
     draft.take_blocks(worker.growth[draft.step % worker.block_size])
     return draft
+
+
+def _batch(worker: WorkerState, flight: InFlight) -> list[Sequence]:
+    """Return what a step computed, as far as it still runs."""
+    skipped = set(flight.plan.skip)
+    batch = [sequence for handle, sequence in worker.decoding.items() if handle not in skipped]
+    prefilled = (worker.sequences.get(handle) for handle, _ in flight.plan.prefill)
+    batch.extend(s for s in prefilled if s is not None and s.handle not in worker.decoding)
+    return [sequence for sequence in batch if _runs_on(worker, sequence)]
+
+
+def _halves(group: list[Sequence]) -> list[list[Sequence]]:
+    middle = (len(group) + 1) // 2
+    return [half for half in (group[:middle], group[middle:]) if half]

@@ -247,9 +247,8 @@ class SchedulerCore:
     def _plan_ahead(self, worker: WorkerState, now: float, out: list[Effect]) -> None:
         """Send the plans that are due now, and note when the next one is."""
         planner = self._planners[worker.info.model]
-        window = 1 if worker.bisection is not None else self.config.window
         worker.next_plan_at = None
-        while len(worker.in_flight) < window:
+        while len(worker.in_flight) < self._window(worker):
             due = self._due_at(worker)
             if due > now:
                 worker.next_plan_at = due
@@ -262,18 +261,19 @@ class SchedulerCore:
                     worker.next_plan_at = wake
                     heapq.heappush(self._wakeups, (wake, worker.worker_id))
                 return
-            resume_after = None
-            if worker.bisection is not None:
-                window = 1
-                resume_after, worker.bisection.resume_after = worker.bisection.resume_after, None
             idle = not worker.in_flight
-            flight = draft.finish(now, resume_after)
+            flight = draft.finish(now)
             if idle:
                 self._watch(worker, now)
             out.append(SendPlan(worker.worker_id, flight.plan))
             for other in draft.nudge:
                 if not other.in_flight:
                     self._plan_ahead(other, now, out)
+
+    def _window(self, worker: WorkerState) -> int:
+        """Return how many plans may be outstanding; one by one while a culprit is searched for."""
+        careful = worker.bisection is not None or worker.resume_after is not None
+        return 1 if careful else self.config.window
 
     def _due_at(self, worker: WorkerState) -> float:
         """Return when the next plan is to be sent: a lead before the plans in flight have run."""

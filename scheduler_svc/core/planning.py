@@ -54,7 +54,7 @@ class Draft:
         self.prefill_tokens += tokens
         self.budget -= tokens
 
-    def finish(self, now: float, resume_after: int | None = None) -> InFlight:
+    def finish(self, now: float) -> InFlight:
         """Return the plan, entered into the worker's books."""
         worker = self.worker
         plan = Plan(
@@ -64,8 +64,9 @@ class Draft:
             skip=tuple(self.skip),
             seal=tuple(worker.pending_seals),
             release=tuple(sequence.handle for sequence in self.released),
-            resume_after=resume_after,
+            resume_after=worker.resume_after,
         )
+        worker.resume_after = None
         worker.pending_seals.clear()
         flight = InFlight(
             plan=plan,
@@ -94,24 +95,19 @@ class ContinuousPlanner:
     def plan(self, worker: WorkerState, now: float, out: list[Effect]) -> Draft | None:
         """Return a draft for the worker's next step, or None when there is nothing to do."""
         draft = Draft(worker, worker.next_step, worker.token_budget, worker.available_blocks())
-        self._release(draft)
         self._decode(draft, out)
         self._prefill(draft)
         if not worker.draining and len(self._pool.queue):
             self._admit_waiting(draft, now, out)
-        idle = not (worker.decoding or worker.prefilling or draft.released or worker.pending_seals)
-        return None if idle else draft
+        if worker.sequences:
+            # Also when all are cancelled: without one more report their blocks would seem taken for good.
+            return draft
+        worker.pending_seals.clear()
+        return None
 
     def wake_at(self, worker: WorkerState, now: float) -> float | None:
         """Return None: nothing here waits for time to pass."""
         return None
-
-    def _release(self, draft: Draft) -> None:
-        worker = draft.worker
-        draft.released.extend(worker.pending_release)
-        worker.pending_release.clear()
-        for sequence in draft.released:
-            draft.available += worker.blocks_for(sequence.num_tokens)
 
     def _decode(self, draft: Draft, out: list[Effect]) -> None:
         """All decodes run; blocks for their growth come from preemption when there are none left."""

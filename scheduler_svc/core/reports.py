@@ -217,7 +217,7 @@ class ReportReader:
             if handle not in skipped:
                 worker.delay_growth(sequence)
         if status is StepStatus.SKIPPED:
-            worker.pending_seals.extend(flight.plan.seal)
+            worker.pending_seals[:0] = flight.plan.seal
             for sequence in reversed(flight.admitted):
                 if worker.sequences.get(sequence.handle) is not sequence:
                     continue
@@ -247,9 +247,8 @@ class ReportReader:
                 self._adapt_prefill_cap(worker, seconds, timing.num_prefill_tokens)
         elif report.status is StepStatus.FAILED:
             out.append(_step_error(worker, report))
-            culprit = bisection.step_failed(worker, flight)
-            if culprit is not None:
-                detail = "; ".join(f"{error.kind}: {error.message}" for error in report.errors)
+            detail = "; ".join(f"{error.kind}: {error.message}" for error in report.errors)
+            for culprit in bisection.step_failed(worker, flight, report.errors):
                 error = CoreError(Reason.STEP_FAILED, f"its step fails: {detail}")
                 self._lifecycle.end_choice(culprit, FinishReason.ERROR, now, out, error=error)
 

@@ -39,8 +39,6 @@ class InFlight:
 class Bisection:
     """The search for the culprit of a failed step: groups that still have to prove themselves."""
 
-    resume_after: int | None
-    """The failed step that the next plan has to name; None once it was named."""
     groups: list[list[Sequence]]
     on_trial: list[Sequence] = field(default_factory=list)
     """The group that runs alone now."""
@@ -66,7 +64,6 @@ class WorkerState:
     """growth[step % block_size]: decoding sequences that take a block in that step."""
     in_flight: deque[InFlight] = field(default_factory=deque)
     pending_seals: list[tuple[int, int, bytes]] = field(default_factory=list)
-    pending_release: list[Sequence] = field(default_factory=list)
     blocks_coming: int = 0
     """Blocks of releases on their way."""
     step_times: StepTimeModel = field(default_factory=StepTimeModel)
@@ -82,6 +79,8 @@ class WorkerState:
     prefill_cap_factor: float = 1.0
     draining: bool = False
     bisection: Bisection | None = None
+    resume_after: int | None = None
+    """The failed step that the next plan has to name; until then the worker skips all plans."""
     live_count: int = 0
     """The worker's live sequences by its own reports, for the audit."""
     digest: int = 0
@@ -118,8 +117,8 @@ class WorkerState:
 
     @property
     def busy(self) -> bool:
-        """It runs something, or owes an effect to what it ran."""
-        return bool(self.decoding or self.prefilling or self.pending_release)
+        """It runs something."""
+        return bool(self.decoding or self.prefilling)
 
     @property
     def num_seqs(self) -> int:

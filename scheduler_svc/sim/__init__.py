@@ -25,10 +25,12 @@ from scheduler_svc.sim.arrivals import (
     read_mooncake,
     request_of,
 )
+from scheduler_svc.sim.audit import InvariantError, check_core, check_ended, check_nothing_sleeps
 from scheduler_svc.sim.cell import Cell, Observer
 from scheduler_svc.sim.clock import EventLoop
+from scheduler_svc.sim.faults import FaultInjector, FaultRates, Poison
 from scheduler_svc.sim.host import StepMachine, Timings, WorkerHost
-from scheduler_svc.sim.monitor import InvariantError, Monitor
+from scheduler_svc.sim.monitor import Monitor
 from scheduler_svc.sim.recorder import Recorder, Result
 from scheduler_svc.sim.steptimes import StepTimes, StepTimesError
 from scheduler_svc.sim.tokens import stream_of, token_at
@@ -38,10 +40,13 @@ __all__ = [
     "Arrival",
     "Cell",
     "EventLoop",
+    "FaultInjector",
+    "FaultRates",
     "InvariantError",
     "Monitor",
     "Observer",
     "PlanFaultError",
+    "Poison",
     "Recorder",
     "Result",
     "SimWorker",
@@ -52,6 +57,9 @@ __all__ = [
     "Timings",
     "WorkerCrashedError",
     "WorkerHost",
+    "check_core",
+    "check_ended",
+    "check_nothing_sleeps",
     "compressed",
     "gamma",
     "poisson",

@@ -19,11 +19,8 @@ from scheduler_svc.core.effects import (
     TokenDelta,
 )
 from scheduler_svc.core.events import NewRequest
+from scheduler_svc.sim.audit import InvariantError, check_core, check_nothing_sleeps
 from scheduler_svc.sim.tokens import stream_of, token_at
-
-
-class InvariantError(AssertionError):
-    """The core has broken a promise; the message says which and where."""
 
 
 @dataclass(slots=True)
@@ -60,8 +57,11 @@ class Monitor:
     accounts close. Every request of a run needs a seed of its own.
     """
 
-    def __init__(self, core: SchedulerCore) -> None:
+    def __init__(self, core: SchedulerCore, audit_every: int = 64) -> None:
         self._core = core
+        self._audit_every = audit_every
+        """Events between two looks into the core, which cost more than all the rest."""
+        self._events = 0
         self._live: dict[str, _Live] = {}
         self._ended: set[str] = set()
         self._sessions: dict[str, _Session] = {}
@@ -105,6 +105,10 @@ class Monitor:
                 self._sessions.pop(str(effect.fields["worker_id"]), None)
         self._submitting = None
         self._accounts()
+        self._events += 1
+        if self._events % self._audit_every == 0:
+            check_core(self._core)
+            check_nothing_sleeps(self._core, now)
 
     # Requests ------------------------------------------------------------------------------------
 

@@ -166,6 +166,10 @@ class SimWorker:
         """Tokens known of each live sequence, by handle."""
         return {handle: row.length for handle, row in self._rows.items()}
 
+    def handles_of(self, seeds: frozenset[int]) -> tuple[int, ...]:
+        """Return the handles of the sequences with these seeds."""
+        return tuple(row.handle for row in self._rows.values() if row.seed in seeds)
+
     @property
     def num_seqs(self) -> int:
         """Live sequences."""
