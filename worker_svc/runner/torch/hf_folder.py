@@ -103,11 +103,6 @@ def read_text_side(folder: Path, config: Mapping[str, Any]) -> TextSide:
     Raises:
         ModelLoadError: there is no tokenizer.json, or a file is damaged.
     """
-    """Return what a folder says of text; `config` is its config.json.
-
-    Raises:
-        ModelLoadError: a file is missing or damaged.
-    """
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
         raise ModelLoadError(f"{tokenizer}: no such file; the model needs a fast tokenizer")

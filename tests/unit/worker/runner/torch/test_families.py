@@ -1,0 +1,113 @@
+"""The torch runner against transformers, family by family."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from octavo.protocol.steps import TokenLogprobs
+from octavo.sampling import SamplingParams
+from tests.unit.worker.runner.torch.conftest import LoadFamily, load_folder
+from tests.unit.worker.runner.torch.driver import Driver
+from tests.unit.worker.runner.torch.families import FAMILIES, VOCAB_SIZE, save_model
+
+REPORTING = SamplingParams(temperature=0.0, logprobs=3)
+
+
+def reference_logprobs(model: PreTrainedModel, token_ids: Seq[int]) -> torch.Tensor:
+    """Return log probabilities of the token after each position, [len, vocab]."""
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0].float().log_softmax(dim=-1)
+
+
+def prompts(lengths: Seq[int], seed: int = 7) -> list[list[int]]:
+    chooser = random.Random(seed)
+    return [[chooser.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def assert_follows(reference: torch.Tensor, start: int, reports: Seq[TokenLogprobs]) -> None:
+    """Check that each report is the reference's best token with its log probabilities."""
+    for position, report in enumerate(reports, start=start - 1):
+        best = reference[position].topk(3)
+        assert report.logprob == pytest.approx(best.values[0].item(), abs=2e-4)
+        assert report.rank == 1
+        assert report.top_logprobs == pytest.approx(best.values.tolist(), abs=2e-4)
+        assert report.token_id in best.indices[best.values > best.values[0] - 1e-3].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_batches_with_random_chunks_equal_transformers(family: str, load_family: LoadFamily) -> None:
+    runner, reference = load_family(family)
+    driver = Driver(runner, num_blocks=80, block_size=4, seed=3)
+    sequences = [driver.add(prompt, REPORTING) for prompt in prompts([1, 2, 5, 23, 40, 61])]
+    reports: dict[int, list[TokenLogprobs]] = {sequence.handle: [] for sequence in sequences}
+
+    while any(sequence.num_output_tokens < 12 for sequence in sequences):
+        result = driver.step(driver.random_chunks(most=9))
+        for handle, report in result.logprobs.items():
+            reports[handle].append(report)
+
+    for sequence in sequences:
+        expected = reference_logprobs(reference, sequence.token_ids[:-1])
+        assert_follows(expected, sequence.prompt_len, reports[sequence.handle])
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+def test_block_size_does_not_change_the_tokens(block_size: int, load_family: LoadFamily) -> None:
+    runner, reference = load_family("llama")
+    driver = Driver(runner, num_blocks=160, block_size=block_size, seed=block_size)
+    sequences = [driver.add(prompt) for prompt in prompts([3, 30, 50])]
+
+    outputs = driver.generate(sequences, count=6, most=20)
+
+    for sequence, output in zip(sequences, outputs, strict=True):
+        expected = reference_logprobs(reference, sequence.token_ids).argmax(dim=-1).tolist()
+        assert output == expected[sequence.prompt_len - 1 : sequence.prompt_len + 5]
+
+
+def test_shared_prompt_blocks_serve_both_sequences(load_family: LoadFamily) -> None:
+    runner, reference = load_family("llama")
+    driver = Driver(runner, num_blocks=40, block_size=4)
+    first_prompt, tail = prompts([16, 5])
+    first = driver.add(first_prompt)
+    driver.step()
+    second = driver.add(first_prompt + tail)
+    second.block_table = first.block_table[:4]
+    second.num_computed_tokens = 16
+
+    outputs = driver.generate([first, second], count=5)
+
+    for sequence, output in zip([first, second], outputs, strict=True):
+        expected = reference_logprobs(reference, sequence.token_ids).argmax(dim=-1).tolist()
+        assert output == expected[len(sequence.token_ids) - 6 : len(sequence.token_ids) - 1]
+
+
+def test_weights_split_over_several_files_are_all_found(load_family: LoadFamily, tmp_path) -> None:
+    reference = save_model(FAMILIES["llama"], tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    driver = Driver(load_folder(tmp_path), num_blocks=20)
+    sequence = driver.add(prompts([9])[0])
+
+    (output,) = driver.generate([sequence], count=4)
+
+    expected = reference_logprobs(reference, sequence.token_ids).argmax(dim=-1).tolist()
+    assert output == expected[8:12]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_stays_close_to_float32(dtype: str, tmp_path) -> None:
+    reference = save_model(FAMILIES["qwen3"], tmp_path)
+    driver = Driver(load_folder(tmp_path, dtype=dtype), num_blocks=40)
+    sequences = [driver.add(prompt, REPORTING) for prompt in prompts([3, 40])]
+
+    result = driver.step()
+
+    for sequence in sequences:
+        expected = reference_logprobs(reference, sequence.token_ids[:-1])[-1]
+        report = result.logprobs[sequence.handle]
+        assert report.logprob == pytest.approx(expected[report.token_id].item(), abs=0.2)
+        assert expected[report.token_id] > expected.max() - 0.2
