@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import io
 import shutil
 import tempfile
 from pathlib import Path
@@ -50,14 +52,14 @@ def _convert(source: Path, dtype: str, target: Path, progress: Progress) -> None
     import transformers  # noqa: PLC0415
 
     progress(_CONVERTING, 0.0)
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            gguf_file=source.name,
-            dtype=getattr(torch, dtype),
-            quantization_config=transformers.GgufConfig(dequantize=True),
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # bars that cannot be turned off otherwise
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                source.parent,
+                gguf_file=source.name,
+                dtype=getattr(torch, dtype),
+                quantization_config=transformers.GgufConfig(dequantize=True),
+            )
     except Exception as error:
         raise ModelLoadError(f"{source}: transformers cannot read it for vLLM: {error}") from error
     progress(_CONVERTING, 0.7)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -250,7 +251,7 @@ class Engine:
                 advanced may be relied on.
             DeviceLost: a rank is gone, or the ranks disagree on what happened.
         """
-        outputs = self._rpc("octavo_step", *_message(step))
+        outputs = self._rpc("octavo_step", *_message(step), timeout_s=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
         faults = [output for output in outputs if isinstance(output, StepFault)]
         if not faults:
             return outputs[0]
@@ -271,9 +272,9 @@ class Engine:
         """End the ranks."""
         self._executor.shutdown()
 
-    def _rpc(self, method: str, *args: Any) -> list[Any]:
+    def _rpc(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         try:
-            return list(self._executor.collective_rpc(method, args=args))
+            return list(self._executor.collective_rpc(method, timeout=timeout_s, args=args))
         except (RuntimeError, TimeoutError, OSError) as error:
             # Ranks answer for their own faults; what is raised here is a rank that did not answer.
             raise DeviceLost(f"a rank of the model is gone: {error}") from error
@@ -338,12 +339,16 @@ def _config(args: Mapping[str, Any]) -> VllmConfig:
 
 def _start(config: VllmConfig) -> Executor:
     executor = Executor.get_class(config)
+    set_num_threads = torch.set_num_threads
     try:
         return executor(config)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelLoadError(f"{config.model_config.model}: out of memory while loading: {error}") from error
     except Exception as error:
         raise ModelLoadError(f"{config.model_config.model}: {error}") from error
+    finally:
+        # vLLM puts a warning in its place, for the whole process.
+        torch.set_num_threads = set_num_threads
 
 
 def _check_one_group(config: VllmConfig, specs: Seq[Mapping[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -99,6 +100,7 @@ class VllmRunner:
                 f"vLLM was started with blocks of {self._settings.block_size}, not {block_size}"
             )
         self._engine.allocate(num_blocks, num_host_blocks)
+        self._warm_up()
 
     def supports(self, sampling: SamplingParams) -> str | None:
         """Return what of `sampling` cannot be done, or None."""
@@ -112,20 +114,17 @@ class VllmRunner:
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Compute one step; see `ModelRunner.execute`."""
-        for handle in batch.removed:
+        for handle in (*batch.removed, *(sequence.handle for sequence in batch.added)):
             self._forget(handle)
-        if not batch.rows and not self._finished:
-            return StepResult({}, {})
-        step = self._step_input(batch.rows)
+        result = StepResult({}, {})
         try:
-            output = self._engine.step(step)
-            # Only now: until a step went through, vLLM may not have forgotten them.
-            self._finished = set()
-            return self._result(batch.rows, output)
+            for rows in self._parts(batch.rows):
+                self._compute(rows, result)
         except StepError:
             for handle in tuple(self._tracked):
                 self._forget(handle)
             raise
+        return result
 
     def copy_to_host(self, copies: Seq[BlockCopy]) -> None:
         """Copy blocks out."""
@@ -144,6 +143,44 @@ class VllmRunner:
         """End vLLM's ranks and give their memory back."""
         self._engine.close()
 
+    def _parts(self, rows: Seq[Row]) -> list[Seq[Row]]:
+        """Cut a step that is larger than vLLM's buffers: a prompt that runs whole may be."""
+        limit = self._settings.max_num_batched_tokens
+        if sum([row.num_tokens for row in rows]) <= limit:
+            return [rows]
+        return [(part,) for row in rows for part in _chunks(row, limit)]
+
+    def _compute(self, rows: Seq[Row], result: StepResult) -> None:
+        step = self._step_input(rows)
+        if not step.num_scheduled_tokens and not step.finished:
+            return
+        output = self._engine.step(step)
+        # Not before: until a step went through, vLLM may not have forgotten them.
+        self._finished = set()
+        self._collect(rows, output, result)
+
+    def _warm_up(self) -> None:
+        """Sample once in every way: what vLLM compiles at first use would stall a step for many seconds."""
+        everything = SamplingParams(
+            temperature=1.0,
+            top_p=0.9,
+            top_k=8,
+            min_p=0.01,
+            repetition_penalty=1.1,
+            presence_penalty=0.1,
+            frequency_penalty=0.1,
+            logit_bias={0: 1.0},
+            min_tokens=1,
+            logprobs=1,
+        )
+        sequences = [
+            Sequence(number, [0], 1, sampling, block_table=[0])
+            for number, sampling in enumerate((everything, SamplingParams(temperature=0.0, logprobs=0)))
+        ][: self._settings.max_num_seqs]
+        for rows in (sequences[:1], sequences):
+            self.execute(StepBatch(tuple([Row(sequence, 0, 1, sample=True) for sequence in rows])))
+        self.execute(StepBatch((), removed=tuple([sequence.handle for sequence in sequences])))
+
     def _sampling(self, sampling: SamplingParams) -> Any:
         kwargs = sampling_kwargs(sampling, self._info.eos_token_ids, self._info.vocab_size)
         return self._vllm.make_sampling(kwargs)
@@ -160,6 +197,8 @@ class VllmRunner:
         draw_seeds: dict[str, int] = {}
         for row in rows:
             sequence = row.sequence
+            if self._is_spent(row):
+                continue
             tracked = self._tracked.get(sequence.handle)
             if tracked is None:
                 tracked, new_row = self._start(row)
@@ -213,21 +252,28 @@ class VllmRunner:
         if sequence.adapter is not None and sequence.adapter not in self._engine.loras:
             raise StepFailed(f"there is no adapter {sequence.adapter}", (sequence.handle,))
 
-    def _result(self, rows: Seq[Row], output: Any) -> StepResult:
-        token_ids: dict[int, int] = {}
-        logprobs: dict[int, TokenLogprobs] = {}
+    def _is_spent(self, row: Row) -> bool:
+        """Return whether a finished row that is held fills the context: vLLM has no room for its token."""
+        return row.sequence.held and row.start + row.num_tokens >= self._info.max_model_len
+
+    def _collect(self, rows: Seq[Row], output: Any, result: StepResult) -> None:
+        """Add the sampled tokens of `rows` to `result`."""
         for row in rows:
             if not row.sample:
                 continue
             sequence = row.sequence
+            if self._is_spent(row):
+                result.token_ids[sequence.handle] = sequence.token_ids[-1]
+                continue
             index = output.req_id_to_index[self._tracked[sequence.handle].req_id]
             (token,) = output.sampled_token_ids[index]
             if not 0 <= token < self._info.vocab_size:
                 raise StepFailed(f"token {token} was sampled, the logits are not numbers", (sequence.handle,))
-            token_ids[sequence.handle] = token
+            result.token_ids[sequence.handle] = token
             if sequence.sampling.logprobs is not None:
-                logprobs[sequence.handle] = _logprobs(output.logprobs, index, sequence.sampling.logprobs)
-        return StepResult(token_ids, logprobs)
+                result.logprobs[sequence.handle] = _logprobs(
+                    output.logprobs, index, sequence.sampling.logprobs
+                )
 
     @staticmethod
     def _pairs(copies: Seq[BlockCopy]) -> list[tuple[int, int]]:
@@ -246,6 +292,13 @@ class _Ticket:
     def done(self) -> bool:
         self._arrived = self._arrived or self._runner.copies_done()
         return self._arrived
+
+
+def _chunks(row: Row, limit: int) -> Iterator[Row]:
+    end = row.start + row.num_tokens
+    for start in range(row.start, end, limit):
+        num_tokens = min(limit, end - start)
+        yield Row(row.sequence, start, num_tokens, row.sample and start + num_tokens == end)
 
 
 def _logprobs(lists: Any, index: int, num_top: int) -> TokenLogprobs:

@@ -1,0 +1,290 @@
+"""Every runner over one model: the same plans give the tokens that transformers would choose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from octavo.protocol.steps import FinishReason
+from octavo.sampling import SamplingParams, StructuredOutput
+from octavo.scorecard.runner_workload import Job, PlanWorkload, Reference, greedy_jobs
+from transformers import LlamaConfig, PreTrainedModel
+
+from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
+from worker_svc.config import WorkerSettings
+from worker_svc.engine import Engine, EngineConfig
+from worker_svc.load import load_runner
+from worker_svc.runner.base import ModelInfo, ModelRunner
+
+BLOCK_SIZE = 32
+NUM_BLOCKS = 96
+NUM_HOST_BLOCKS = 64
+MAX_NUM_SEQS = 16
+MAX_NUM_BATCHED_TOKENS = 128
+CONTEXT = 512
+EOS = 2
+RANDOM = SamplingParams(
+    temperature=1.3,
+    top_p=0.95,
+    min_p=0.001,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    seed=5,
+    max_tokens=24,
+    ignore_eos=True,
+)
+RUNNERS = [
+    "torch",
+    # vLLM warns about itself while it is imported.
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]),
+]
+
+
+@dataclass
+class Subject:
+    runner: ModelRunner
+    info: ModelInfo
+    reference: Reference
+
+    def workload(self, seed: int = 0, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> PlanWorkload:
+        """Return a workload over a new engine with an empty cache; its pool may be a part of the memory."""
+        config = EngineConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            max_model_len=CONTEXT,
+            eos_token_ids=self.info.eos_token_ids,
+            num_host_blocks=num_host_blocks,
+            check_integrity=True,
+        )
+        return PlanWorkload(Engine(self.runner, config), BLOCK_SIZE, MAX_NUM_SEQS, seed)
+
+    def run(self, *jobs: Job, seed: int = 0, disturb: bool = False) -> list[list[int]]:
+        self.workload(seed).run(jobs, disturb=disturb)
+        return [job.output for job in jobs]
+
+    def run_one(self, prompt: list[int], **sampling: object) -> Job:
+        chosen: dict[str, object] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **sampling}
+        job = Job(list(prompt), SamplingParams(**chosen))  # type: ignore[arg-type]
+        self.run(job)
+        return job
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    return folder, save_model(config, folder)
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def subject(request: pytest.FixtureRequest, model: tuple[Path, PreTrainedModel]) -> Iterator[Subject]:
+    folder, reference = model
+    settings = WorkerSettings.load(
+        {
+            "model": str(folder),
+            "runner": request.param,
+            "device": "cpu",
+            "dtype": "float32",
+            "block_size": BLOCK_SIZE,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+            "enforce_eager": True,
+        }
+    )
+    runner = load_runner(settings, lambda what, fraction: None)
+    runner.allocate(NUM_BLOCKS, BLOCK_SIZE, NUM_HOST_BLOCKS)
+    yield Subject(runner, runner.info, Reference(reference))
+    runner.close()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    chooser = random.Random(seed)
+    return [chooser.randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
+def test_runner_64_disturbed_sequences_match_transformers(subject: Subject) -> None:
+    jobs = greedy_jobs(VOCAB_SIZE, count=64, longest=240, max_tokens=24, seed=1)
+    workload = subject.workload(seed=1)
+
+    workload.run(jobs, disturb=True)
+
+    verdicts = [subject.reference.mismatches(job) for job in jobs]
+    assert sum(unexcused for unexcused, _ in verdicts) == 0
+    complete = [job for job in jobs if job.ended is not FinishReason.CANCELLED]
+    assert all(len(job.output) == 24 and job.ended is FinishReason.LENGTH for job in complete)
+    for event in (
+        "mixed steps",
+        "skips",
+        "prefix hits",
+        "resumed",
+        "preempted in prefill",
+        "preempted in decode",
+        "cancelled in waiting",
+        "cancelled in prefill",
+        "cancelled in decode",
+    ):
+        assert workload.seen[event], f"the workload never had: {event}"
+
+
+def test_runner_pool_too_small_for_all_still_matches_transformers(subject: Subject) -> None:
+    jobs = greedy_jobs(VOCAB_SIZE, count=24, longest=240, max_tokens=24, seed=2)
+    workload = subject.workload(seed=2, num_blocks=24)
+
+    workload.run(jobs, disturb=True)
+
+    assert workload.seen["refused"]
+    assert all(subject.reference.mismatches(job)[0] == 0 for job in jobs)
+
+
+def test_runner_blocks_back_from_host_hold_what_they_held(subject: Subject) -> None:
+    prompts = [prompt(160, seed) for seed in range(8)]
+    workload = subject.workload(num_blocks=20, num_host_blocks=NUM_HOST_BLOCKS)
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for tokens in prompts:
+        workload.run([Job(tokens, sampling)], disturb=False)
+
+    again = [Job(tokens, sampling) for tokens in prompts]
+    for job in again:
+        workload.run([job], disturb=False)
+
+    assert workload.seen["host hits"]
+    assert all(subject.reference.mismatches(job)[0] == 0 for job in again)
+
+
+def test_runner_seeded_sampling_disturbed_gives_the_undisturbed_tokens(subject: Subject) -> None:
+    def jobs() -> list[Job]:
+        return [
+            Job(prompt(20 + 9 * number, number), replace(RANDOM, seed=number // 2), choice=number % 2)
+            for number in range(20)
+        ]
+
+    alone = [subject.run(job)[0] for job in jobs()]
+    workload = subject.workload(seed=3)
+    disturbed = jobs()
+    workload.run(disturbed, disturb=True, most=16)
+
+    assert [job.output for job in disturbed] == alone
+    assert workload.seen["resumed"]
+    assert workload.seen["preempted in prefill"]
+
+
+def test_runner_choices_of_one_seed_differ(subject: Subject) -> None:
+    first, second = subject.run(*[Job(prompt(30), RANDOM, choice=choice) for choice in range(2)])
+
+    assert first != second
+
+
+def test_runner_prompt_beyond_the_token_budget_runs_whole_when_alone(subject: Subject) -> None:
+    job = subject.run_one(prompt(300))
+
+    assert MAX_NUM_BATCHED_TOKENS < 300
+    assert subject.reference.mismatches(job)[0] == 0
+
+
+def test_runner_context_is_filled_to_its_last_token(subject: Subject) -> None:
+    job = subject.run_one(prompt(CONTEXT - 3), max_tokens=100)
+
+    assert len(job.tokens) == CONTEXT
+    assert job.ended is FinishReason.LENGTH
+
+
+def test_runner_logit_bias_decides_the_token(subject: Subject) -> None:
+    job = subject.run_one(prompt(10), logit_bias={77: 100.0})
+
+    assert job.output == [77] * 12
+
+
+def test_runner_min_tokens_keeps_stop_tokens_away(subject: Subject) -> None:
+    free = subject.run_one(prompt(10))
+    stops = tuple(set(free.output))
+
+    job = subject.run_one(prompt(10), stop_token_ids=stops, min_tokens=6)
+
+    assert not set(stops) & set(job.output[:6])
+    assert len(job.output) >= 7 or job.ended is FinishReason.LENGTH
+
+
+def test_runner_stop_tokens_outside_the_vocabulary_do_no_harm(subject: Subject) -> None:
+    free = subject.run_one(prompt(10))
+
+    job = subject.run_one(prompt(10), stop_token_ids=(VOCAB_SIZE + 7,), min_tokens=6)
+
+    assert job.output == free.output
+
+
+def test_runner_top_k_of_one_is_greedy(subject: Subject) -> None:
+    greedy = subject.run_one(prompt(40))
+
+    job = subject.run_one(prompt(40), temperature=2.0, top_k=1, seed=9)
+
+    assert job.output == greedy.output
+
+
+def test_runner_repetition_penalty_sees_the_prompt_and_presence_penalty_does_not(subject: Subject) -> None:
+    prompts = (prompt(150, seed) for seed in range(20))
+    tokens = next(tokens for tokens in prompts if subject.run_one(tokens, max_tokens=1).output[0] in tokens)
+    plain = subject.run_one(tokens, max_tokens=1)
+
+    present = subject.run_one(tokens, max_tokens=1, presence_penalty=2.0)
+    repeated = subject.run_one(tokens, max_tokens=1, repetition_penalty=1000.0)
+
+    assert present.output == plain.output
+    assert repeated.output != plain.output
+
+
+def test_runner_logprobs_are_the_models_own(subject: Subject, model: tuple[Path, PreTrainedModel]) -> None:
+    job = subject.run_one(prompt(20), logprobs=3, logit_bias={5: 1.0}, presence_penalty=1.0)
+
+    with torch.inference_mode():
+        logits = model[1](torch.tensor([job.tokens[:-1]])).logits[0, 19:]
+    expected = logits.log_softmax(dim=-1)
+    assert len(job.logprobs) == len(job.output)
+    for row, (token, entry) in enumerate(zip(job.output, job.logprobs, strict=True)):
+        assert entry.token_id == token
+        assert entry.logprob == pytest.approx(expected[row, token].item(), abs=1e-3)
+        assert entry.rank == int((expected[row] > expected[row, token] + 1e-6).sum()) + 1
+        assert entry.top_logprobs == pytest.approx(expected[row].topk(3).values.tolist(), abs=1e-3)
+
+
+def test_runner_unasked_logprobs_stay_away_beside_rows_that_asked(subject: Subject) -> None:
+    asked = Job(prompt(20, 1), SamplingParams(temperature=0.0, max_tokens=4, logprobs=0, ignore_eos=True))
+    silent = Job(prompt(20, 2), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+
+    subject.run(asked, silent)
+
+    assert len(asked.logprobs) == 4
+    assert asked.logprobs[0].top_token_ids == ()
+    assert silent.logprobs == []
+
+
+def test_runner_end_of_sequence_token_ends_a_sequence(subject: Subject) -> None:
+    job = subject.run_one(prompt(10), ignore_eos=False, logit_bias={EOS: 100.0})
+
+    assert job.output == [EOS]
+    assert job.ended is FinishReason.STOP
+
+
+def test_runner_structured_output_is_refused(subject: Subject) -> None:
+    problem = subject.runner.supports(SamplingParams(structured=StructuredOutput(regex="a+")))
+
+    assert problem
+    assert "structured" in problem
