@@ -123,6 +123,11 @@ class SchedulerSettings(BaseSettings):
     # Behaviour
     drain_grace_s: Grace = Field(30.0, description="seconds that running requests get after SIGTERM")
     enable_faults: bool = Field(False, description="allow fault injection")
+    plan_log: Path | None = Field(
+        None, description="record events and plans in this file, for `octavo replay`; it holds token ids"
+    )
+    plan_log_max_mib: Count = Field(256, description="size at which the plan log goes on in a new file")
+    plan_log_files: Count = Field(4, description="files of the plan log that are kept")
     price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
         None, description="in any currency; makes the status show the cost of 1000 tokens"
     )

@@ -38,6 +38,7 @@ CHAOS = FaultRates(
     fail_step=5e-4,
     drain=1e-4,
 )
+CHAOS_CONFIG = CoreConfig(step_watchdog_s=2.0, max_waiting_requests=40)
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ class Chaos:
 
     def __init__(
         self,
-        config: CoreConfig | None = None,
+        core: SchedulerCore | None = None,
         *,
         seed: int = 0,
         num_workers: int = 4,
@@ -144,7 +145,7 @@ class Chaos:
         audit_every: int = 64,
     ) -> None:
         self.rng = random.Random(seed)
-        self.core = SchedulerCore(config or CoreConfig(step_watchdog_s=2.0, max_waiting_requests=40))
+        self.core = core or SchedulerCore(CHAOS_CONFIG)
         self.monitor = Monitor(self.core, audit_every)
         self.traffic = Traffic(random.Random(seed + 1))
         self.faults = FaultInjector(rates, random.Random(seed + 2), hang_s=3.0)

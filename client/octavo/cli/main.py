@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "generate": ("octavo.cli.generate", "complete a prompt"),
     "chat": ("octavo.cli.chat", "talk to a model"),
     "status": ("octavo.cli.status", "show what a scheduler is doing"),
+    "replay": ("octavo.cli.replay", "replay a plan log, and tell why a request waited"),
 }
 
 EXIT_FAILED: Final = 1

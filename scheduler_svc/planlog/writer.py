@@ -1,0 +1,100 @@
+"""Writes plan logs: framed records, one `write` each, in files that rotate."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import time
+import zlib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from octavo.v1 import planlog_pb2
+
+MAGIC: Final = b"OCTAVOPLANLOG\n"
+FORMAT_VERSION: Final = 1
+FRAME: Final = struct.Struct("<II")
+"""Length of the record, CRC-32 of the record."""
+DEFAULT_MAX_BYTES: Final = 256 * 2**20
+DEFAULT_FILES: Final = 4
+
+
+class PlanLogWriter:
+    """Appends entries to `path`.
+
+    A file that would pass `max_bytes` is renamed to `path.1`, that to `path.2` and so on; `files` are
+    kept in all. So is one that an earlier scheduler left: nothing is ever appended to it. Files are for
+    their owner only, since prompts are in them as token ids. Each entry is handed to the operating
+    system at once: when the process dies, however it dies, at most the record being written is torn.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int = DEFAULT_MAX_BYTES, files: int = DEFAULT_FILES) -> None:
+        if files < 1:
+            raise ValueError(f"a plan log has at least 1 file, got {files}")
+        self.path = path
+        self._max_bytes = max_bytes
+        self._files = files
+        self._file: io.FileIO | None = None
+        self._size = 0
+        self._sequence = 0
+
+    @property
+    def is_full(self) -> bool:
+        """The next entry belongs into a new file."""
+        return self._size >= self._max_bytes
+
+    def start_file(self, core_config_json: str, checkpoint: bytes = b"") -> None:
+        """Begin a new file in which the core starts from a checkpoint, or from nothing.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.close()
+        self._shift()
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = io.FileIO(descriptor, "wb")
+        self._size = 0
+        self._put(MAGIC)
+        header = planlog_pb2.PlanLogHeader(
+            format_version=FORMAT_VERSION,
+            octavo_version=version("octavo"),
+            core_config_json=core_config_json,
+            started_unix_ms=time.time_ns() // 1_000_000,
+            sequence=self._sequence,
+            checkpoint=checkpoint,
+        )
+        self._sequence += 1
+        self._write(header.SerializeToString())
+
+    def append(self, entry: planlog_pb2.PlanLogEntry) -> None:
+        """Write one entry.
+
+        Raises:
+            OSError: the disk is full or gone. The log ends here.
+        """
+        self._write(entry.SerializeToString())
+
+    def close(self) -> None:
+        """Close the file; `start_file` opens the next."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, record: bytes) -> None:
+        self._put(FRAME.pack(len(record), zlib.crc32(record)) + record)
+
+    def _put(self, data: bytes) -> None:
+        assert self._file is not None
+        self._size += len(data)
+        while data:
+            data = data[self._file.write(data) :]
+
+    def _shift(self) -> None:
+        """Make room for a new file: the oldest goes, the others move up by one."""
+        names = [self.path, *(self.path.with_name(f"{self.path.name}.{n}") for n in range(1, self._files))]
+        names[-1].unlink(missing_ok=True)
+        for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
+            if newer.exists():
+                newer.rename(older)
