@@ -72,6 +72,7 @@ class Call:
         "_outputs",
         "_request",
         "accepted",
+        "attempts",
         "deadline_at",
         "done",
         "error",
@@ -84,6 +85,8 @@ class Call:
     ) -> None:
         self.request_id = request.request_id
         self.accepted: Accepted | None = None
+        self.attempts = 0
+        """Times that it was sent."""
         self.done = False
         self.error: OctavoError | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -102,6 +105,7 @@ class Call:
 
     def to_send(self, now: float) -> pb.GenerateRequest:
         """Return the request, or what is left of it after the output so far and the time gone by."""
+        self.attempts += 1
         request = self._request
         if self.accepted is None and self.deadline_at is None:
             return request

@@ -106,6 +106,9 @@ class Endpoints:
         self._order = list(endpoints)
         self._unary: Connection | None = None
 
+    def __len__(self) -> int:
+        return len(self._order)
+
     def demote(self, endpoint: str) -> None:
         """Prefer the others from now on."""
         self._order.remove(endpoint)

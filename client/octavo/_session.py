@@ -31,6 +31,7 @@ from octavo.errors import (
     RequestCancelledError,
     UnavailableError,
 )
+from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
 _FIRST_DELAY_S: Final = 0.05
@@ -239,7 +240,7 @@ class Transport:
             call = calls.get(event.request_id)
             if call is None:
                 continue
-            if event.error.reason == "DRAINING" and not call.accepted_by(stream):
+            if self._may_try_elsewhere(call, event.error, stream):
                 refused = True
                 self._waiting[call.request_id] = calls.pop(call.request_id)
                 self._move_away(stream, _wire.error_info(event.error))
@@ -272,8 +273,20 @@ class Transport:
             self._give_up_if_late(error)
         self._flush()
 
+    def _may_try_elsewhere(self, call: Call, error: common_pb2.Error, stream: Stream) -> bool:
+        """Return whether a refusal is no reason to fail: the next scheduler, or this one soon, may take it.
+
+        A scheduler that drains is about to be replaced. One without a worker may have just been started;
+        a request that came through its predecessor, or that has another way to go, need not fail for that.
+        """
+        if call.accepted_by(stream):
+            return False
+        if error.reason == "NO_WORKER":
+            return call.attempts > 1 or len(self._endpoints) > 1
+        return error.reason == "DRAINING"
+
     def _move_away(self, stream: Stream, info: ErrorInfo) -> None:
-        """Leave a draining scheduler to those of our requests that run there."""
+        """Leave a scheduler to those of our requests that run there."""
         if self._stream is stream:
             self._stream = None
             self._retiring.add(stream)

@@ -107,14 +107,14 @@ _PHASES: Final = {
     "QUEUE_TIMEOUT": "queued",
     "DEADLINE_QUEUED": "queued",
     "TTFT_DEADLINE": "prefill",
-    "DEADLINE_RUNNING": "running",
+    "DEADLINE_RUNNING": "decode",
 }
 
 
 class DeadlineExceededError(OctavoError):
     """A deadline or timeout passed; `partial` holds what had been generated.
 
-    `phase` tells when: `queued`, `prefill` (before the first token), `running`, or `unknown` when the
+    `phase` tells when: `queued`, `prefill` (before the first token), `decode`, or `unknown` when the
     service did not answer in time to say.
     """
 

@@ -127,17 +127,21 @@ class Child:
                 if record is not None:
                     yield record
 
-    def last_error(self) -> str:
-        """Return the last error that it logged, or its last words of any kind."""
-        last_words = "it said nothing"
-        error = None
+    def account(self) -> str:
+        """Return how the process ended and its word for why: an error that it logged, or its last line."""
+        code = self.process.returncode
+        logged, last_line = None, "it said nothing"
         for line in self.log.read_bytes().splitlines():
             record = _record(line)
             if record is not None and record.get("level") in _ERROR_LEVELS:
-                error = str(record.get("problem") or record.get("event"))
+                logged = str(record.get("problem") or record.get("event"))
             if line.strip():
-                last_words = line.decode(errors="replace").strip()
-        return error or last_words
+                last_line = line.decode(errors="replace").strip()
+        if code >= 0:
+            return f"{self.name} ended with exit code {code}: {logged or last_line}"
+        # Killed from outside: it may not have had the time to say anything.
+        killed = f"{self.name} was killed by {signal.Signals(-code).name}"
+        return f"{killed}: {logged}" if logged else killed
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -223,13 +227,7 @@ class Stack:
         """Raise StackError with its own words when a child has ended."""
         for child in self.children:
             if not child.alive:
-                code = child.process.returncode
-                how = (
-                    f"ended with exit code {code}"
-                    if code >= 0
-                    else f"was ended by {signal.Signals(-code).name}"
-                )
-                raise StackError(f"{child.name} {how}: {child.last_error()}")
+                raise StackError(child.account())
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End every process, the scheduler first; those that take longer than `grace_s` are killed."""

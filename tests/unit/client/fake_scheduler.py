@@ -108,7 +108,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled: list[str] = []
         self.sessions = 0
-        self.draining = False
+        self.refusing = ""
         self.credits_per_session = 4
         self.most_live = 0
         self._allowed = FREE_RUN
@@ -191,8 +191,8 @@ class FakeScheduler(pb_grpc.GenerationServicer):
     def _admit(self, request: pb.GenerateRequest, session: _Session) -> None:
         self.requests.append(request)
         verb, *rest = request.text.split() or [""]
-        if self.draining:
-            verb, rest = "refuse", ["DRAINING", "14"]
+        if self.refusing:
+            verb, rest = "refuse", [self.refusing, "14"]
         if verb == "refuse":
             error = common_pb2.Error(
                 code=int(rest[1]),

@@ -21,7 +21,7 @@ def test_error_of_any_code_is_an_octavo_error_with_its_reason(code: int) -> None
         ("QUEUE_TIMEOUT", {}, "queued"),
         ("DEADLINE_QUEUED", {}, "queued"),
         ("TTFT_DEADLINE", {}, "prefill"),
-        ("DEADLINE_RUNNING", {}, "running"),
+        ("DEADLINE_RUNNING", {}, "decode"),
         ("DEADLINE_RUNNING", {"phase": "prefill"}, "prefill"),
         ("SOMETHING_ELSE", {}, "unknown"),
     ],

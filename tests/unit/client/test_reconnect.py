@@ -112,7 +112,7 @@ async def test_draining_scheduler_keeps_what_runs_and_new_requests_go_elsewhere(
     async with AsyncClient([scheduler.endpoint, second.endpoint]) as client:
         running = asyncio.create_task(client.generate("old", max_tokens=5, seed=1))
         await scheduler.until(lambda: scheduler._steps >= 2)
-        scheduler.draining = True
+        scheduler.refusing = "DRAINING"
 
         assert (await client.generate("new", max_tokens=3, seed=2)).text == expected_text(2, 3)
         await scheduler.allow()
@@ -122,11 +122,41 @@ async def test_draining_scheduler_keeps_what_runs_and_new_requests_go_elsewhere(
 
 
 async def test_only_scheduler_drains_for_good_gives_up_with_its_reason(scheduler: FakeScheduler) -> None:
-    scheduler.draining = True
+    scheduler.refusing = "DRAINING"
     async with AsyncClient(scheduler.endpoint, connect_timeout=0.2, reconnect_timeout=0.2) as client:
         with pytest.raises(UnavailableError) as caught:
             await client.generate("hello")
     assert caught.value.reason == "DRAINING"
+
+
+async def test_no_worker_yet_after_a_restart_is_waited_out(
+    client: AsyncClient, scheduler: FakeScheduler
+) -> None:
+    await scheduler.hold(2)
+    stream = client.stream("hello", max_tokens=5, seed=3)
+    text = (await anext(stream)).text
+    port = scheduler.port
+    await scheduler.stop()
+    scheduler.refusing = "NO_WORKER"
+    await scheduler.start(port)
+    await scheduler.until(lambda: len(scheduler.requests) >= 3)
+    scheduler.refusing = ""
+    await scheduler.allow()
+    text += "".join([delta.text async for delta in stream])
+
+    assert text == expected_text(3, 5)
+
+
+async def test_no_worker_for_a_new_request_fails_at_once(
+    client: AsyncClient, scheduler: FakeScheduler
+) -> None:
+    scheduler.refusing = "NO_WORKER"
+
+    with pytest.raises(UnavailableError) as caught:
+        await client.generate("hello")
+
+    assert caught.value.reason == "NO_WORKER"
+    assert len(scheduler.requests) == 1
 
 
 async def test_nothing_listens_raises_unavailable_that_names_the_endpoint() -> None:
