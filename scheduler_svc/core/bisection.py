@@ -68,7 +68,7 @@ def draft_trial(worker: WorkerState) -> Draft | None:
         left = sequence.left_to_plan
         if sequence.handle in worker.prefilling and left > 0 and draft.budget > 0:
             draft.compute(sequence, min(left, draft.budget))
-    draft.take_blocks(worker.growth[draft.step % worker.block_size])
+    draft.take_blocks(worker.growth_in(draft.step))
     return draft
 
 

@@ -7,6 +7,7 @@ and returns what is to be done, in order. `docs/scheduler.md` tells how the part
 from __future__ import annotations
 
 import heapq
+import itertools
 
 from octavo.protocol.steps import FinishReason, Report
 
@@ -15,7 +16,7 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.effects import Accepted, DetachWorker, Effect, LogEvent, Reject, SendPlan
 from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
 from scheduler_svc.core.events import NewRequest, WorkerInfo
-from scheduler_svc.core.fleet import ModelPool
+from scheduler_svc.core.fleet import MAX_DEFERRALS, ModelPool
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planning import ContinuousPlanner, Explain
 from scheduler_svc.core.reports import ReportReader
@@ -56,9 +57,9 @@ class SchedulerCore:
             out.append(Reject(spec.request_id, error))
             return out
         position = pool.queue.num_fresh
-        request = self._lifecycle.open(spec, pool, self._block_size(pool), now)
+        self._lifecycle.open(spec, pool, now)
         out.append(Accepted(spec.request_id, position, self._lifecycle.estimated_wait_s(pool, now)))
-        self._place(request, pool, now, out)
+        self._place_waiting(now, out)
         return out
 
     def cancel(self, request_id: str, now: float) -> list[Effect]:
@@ -67,7 +68,6 @@ class SchedulerCore:
         request = self._lifecycle.requests.get(request_id)
         if request is not None:
             self._lifecycle.end_request(request, FinishReason.CANCELLED, None, now, out)
-            self._plan_for_freed_room(request.spec.model, now, out)
         return out
 
     def stop_choice(self, request_id: str, choice: int, now: float) -> list[Effect]:
@@ -76,6 +76,7 @@ class SchedulerCore:
         request = self._lifecycle.requests.get(request_id)
         if request is not None and request.sequences[choice].status is not Status.FINISHED:
             self._lifecycle.end_choice(request.sequences[choice], FinishReason.STOP, now, out)
+            self._place_waiting(now, out)
         return out
 
     def drain(self, now: float) -> list[Effect]:
@@ -90,7 +91,7 @@ class SchedulerCore:
         out: list[Effect] = []
         former = self._workers.get(info.worker_id)
         if former is not None:
-            self._lose(former, "replaced", now, out)
+            self._lose(former, "replaced", now, out, blame=former.info.incarnation != info.incarnation)
         incarnation, blamed = self._fallen.pop(info.worker_id, ("", []))
         if incarnation == info.incarnation:
             # Only its stream had broken: nobody killed it.
@@ -102,6 +103,7 @@ class SchedulerCore:
         pool.add(worker)
         out.append(LogEvent("worker_up", {"worker_id": info.worker_id, "model": info.model}))
         self._plan_ahead(worker, now, out)
+        self._place_waiting(now, out)
         return out
 
     def worker_down(self, worker_id: str, now: float) -> list[Effect]:
@@ -109,17 +111,22 @@ class SchedulerCore:
         out: list[Effect] = []
         worker = self._workers.get(worker_id)
         if worker is not None:
-            self._lose(worker, "stream ended", now, out)
+            blamed = self._lose(worker, "stream ended", now, out, blame=True)
+            self._fallen[worker_id] = (worker.info.incarnation, blamed)
+            self._place_waiting(now, out)
         return out
 
     def worker_draining(self, worker_id: str, now: float) -> list[Effect]:
         """A worker takes nothing new; what it runs goes on."""
+        out: list[Effect] = []
         worker = self._workers.get(worker_id)
-        if worker is None:
-            return []
-        worker.draining = True
-        self._pools[worker.info.model].update_load(worker)
-        return [LogEvent("worker_draining", {"worker_id": worker_id, "running": worker.num_seqs})]
+        if worker is not None:
+            out.append(LogEvent("worker_draining", {"worker_id": worker_id, "running": worker.num_seqs}))
+            pool = self._pools[worker.info.model]
+            worker.draining = True
+            pool.stop_using(worker)
+            self._place_waiting(now, out)
+        return out
 
     def report(self, worker_id: str, report: Report, now: float) -> list[Effect]:
         """A worker has answered a plan. One from a worker that was let go of changes nothing."""
@@ -132,11 +139,12 @@ class SchedulerCore:
         try:
             self._reader.read(worker, pool, report, now, out)
         except ProtocolViolationError as violation:
-            self._detach(worker, str(violation), now, out)
-            return out
-        pool.update_load(worker)
-        self._watch(worker, now)
-        self._plan_ahead(worker, now, out)
+            self._detach(worker, str(violation), now, out, blame=False)
+        else:
+            pool.update_load(worker)
+            self._watch(worker, now)
+            self._plan_ahead(worker, now, out)
+        self._place_waiting(now, out)
         return out
 
     # Time ----------------------------------------------------------------------------------------
@@ -161,12 +169,13 @@ class SchedulerCore:
         for worker_id in self._watchdogs.expire(now):
             worker = self._workers.get(worker_id)
             if worker is not None and worker.in_flight:
-                self._detach(worker, "watchdog: no report in time", now, out)
+                self._detach(worker, "watchdog: no report in time", now, out, blame=True)
         while self._wakeups and self._wakeups[0][0] <= now:
             at, worker_id = heapq.heappop(self._wakeups)
             worker = self._workers.get(worker_id)
             if worker is not None and worker.next_plan_at == at:
                 self._plan_ahead(worker, now, out)
+        self._place_waiting(now, out)
         return out
 
     def snapshot(self, now: float) -> CoreSnapshot:
@@ -206,12 +215,6 @@ class SchedulerCore:
             self._planners[model] = planner(self.config, pool, self._explain)
         return pool
 
-    def _block_size(self, pool: ModelPool) -> int | None:
-        """Return the block size of a model's workers, once one has come and if prefixes are cached."""
-        if not self.config.prefix_caching:
-            return None
-        return next((worker.block_size for worker in pool.workers.values()), None)
-
     def _refusal(self, spec: NewRequest, pool: ModelPool, now: float) -> CoreError | None:
         """Return why a request cannot be taken, if so."""
         if spec.request_id in self._lifecycle.requests:
@@ -227,48 +230,56 @@ class SchedulerCore:
             )
         return None if spec.paced else self._lifecycle.overload(pool, len(spec.prompt_token_ids), now)
 
-    def _place(self, request: Request, pool: ModelPool, now: float, out: list[Effect]) -> None:
-        """Wake an idle worker for a new request; busy ones look at the queue before their next step."""
-        for sequence in request.sequences:
-            if sequence.status is Status.WAITING:
-                worker = pool.best(sequence, now)
-                if worker is not None and not worker.in_flight:
-                    self._plan_ahead(worker, now, out)
+    def _place_waiting(self, now: float, out: list[Effect]) -> None:
+        """Look for an idle worker for what has begun to wait; busy ones look at the queue by themselves."""
+        for pool in self._pools.values():
+            while pool.queue.unplaced:
+                sequence = pool.queue.unplaced.pop()
+                if sequence.status is Status.WAITING:
+                    self._place(sequence, pool, now, out)
 
-    def _plan_for_freed_room(self, model: str, now: float, out: list[Effect]) -> None:
-        """A held turn may have become free: let an idle worker look at the queue."""
-        pool = self._pools[model]
-        if len(pool.queue):
-            head = next(pool.queue.order(now))
-            worker = pool.best(head, now)
-            if worker is not None and not worker.in_flight:
-                self._plan_ahead(worker, now, out)
+    def _place(self, sequence: Sequence, pool: ModelPool, now: float, out: list[Effect]) -> None:
+        """Wake an idle worker for a sequence unless it is better left to a busy one."""
+        idle = pool.idle_for(sequence)
+        if idle is None:
+            return
+        best = pool.best(sequence, now)
+        if best is not None and best.in_flight and sequence.deferrals < MAX_DEFERRALS:
+            pool.leave(sequence, best)
+        else:
+            self._plan_ahead(best if best is not None and not best.in_flight else idle, now, out)
 
     def _plan_ahead(self, worker: WorkerState, now: float, out: list[Effect]) -> None:
         """Send the plans that are due now, and note when the next one is."""
+        pool = self._pools[worker.info.model]
         planner = self._planners[worker.info.model]
         worker.next_plan_at = None
         while len(worker.in_flight) < self._window(worker):
             due = self._due_at(worker)
             if due > now:
-                worker.next_plan_at = due
-                heapq.heappush(self._wakeups, (due, worker.worker_id))
-                return
+                self._wake(worker, due)
+                break
             draft = bisection.draft_trial(worker) or planner.plan(worker, now, out)
+            if worker.left_to_it:
+                pool.take_back(worker)
             if draft is None:
                 wake = planner.wake_at(worker, now)
                 if wake is not None:
-                    worker.next_plan_at = wake
-                    heapq.heappush(self._wakeups, (wake, worker.worker_id))
-                return
-            idle = not worker.in_flight
+                    self._wake(worker, wake)
+                break
+            if not worker.in_flight:
+                self._watch_from(worker, now)
             flight = draft.finish(now)
-            if idle:
-                self._watch(worker, now)
             out.append(SendPlan(worker.worker_id, flight.plan))
-            for other in draft.nudge:
-                if not other.in_flight:
-                    self._plan_ahead(other, now, out)
+            if flight.admitted:
+                pool.update_load(worker)
+                if pool.idle and len(pool.queue):
+                    pool.queue.unplaced.append(next(pool.queue.order(now)))
+        pool.note_idle(worker)
+
+    def _wake(self, worker: WorkerState, at: float) -> None:
+        worker.next_plan_at = at
+        heapq.heappush(self._wakeups, (at, worker.worker_id))
 
     def _window(self, worker: WorkerState) -> int:
         """Return how many plans may be outstanding; one by one while a culprit is searched for."""
@@ -285,42 +296,49 @@ class SchedulerCore:
     def _watch(self, worker: WorkerState, now: float) -> None:
         """A worker that owes a report has until the watchdog to send it."""
         if worker.in_flight:
-            self._watchdogs.arm(worker.worker_id, now + self.config.step_watchdog_s)
+            self._watch_from(worker, now)
         else:
             self._watchdogs.disarm(worker.worker_id)
+
+    def _watch_from(self, worker: WorkerState, now: float) -> None:
+        self._watchdogs.arm(worker.worker_id, now + self.config.step_watchdog_s)
 
     def _expire(self, now: float, out: list[Effect]) -> None:
         for request_id in self._lifecycle.deadlines.expire(now):
             self._lifecycle.expire(request_id, now, out)
 
-    def _detach(self, worker: WorkerState, reason: str, now: float, out: list[Effect]) -> None:
+    def _detach(
+        self, worker: WorkerState, reason: str, now: float, out: list[Effect], *, blame: bool
+    ) -> None:
+        """Let go of a worker that still has a stream."""
         out.append(DetachWorker(worker.worker_id, reason))
-        self._lose(worker, reason, now, out)
+        self._lose(worker, reason, now, out, blame=blame)
 
-    def _lose(self, worker: WorkerState, reason: str, now: float, out: list[Effect]) -> None:
-        """Let go of a worker; what it ran goes back to the front of the queue with its tokens."""
+    def _lose(
+        self, worker: WorkerState, reason: str, now: float, out: list[Effect], *, blame: bool
+    ) -> list[Sequence]:
+        """Let go of a worker; what it ran goes back to the front of the queue with its tokens.
+
+        Returns those that are suspected of its death.
+        """
         pool = self._pools[worker.info.model]
         del self._workers[worker.worker_id]
         pool.remove(worker)
         self._watchdogs.disarm(worker.worker_id)
-        at_work = bool(worker.in_flight)
-        blamed: list[Sequence] = []
         sequences = list(worker.sequences.values())
-        out.append(
-            LogEvent(
-                "worker_lost", {"worker_id": worker.worker_id, "reason": reason, "running": len(sequences)}
-            )
-        )
+        fields = {"worker_id": worker.worker_id, "reason": reason, "running": len(sequences)}
+        out.append(LogEvent("worker_lost", fields))
+        blamed: list[Sequence] = []
         for sequence in sequences:
             on_device = sequence.handle in worker.decoding or sequence.handle in worker.prefilling
             worker.forget(sequence)
             if sequence.status is Status.FINISHED:
                 continue
-            if at_work and on_device:
+            guilty = blame and on_device and bool(worker.in_flight)
+            if guilty:
                 blamed.append(sequence)
-            self._lifecycle.recover(sequence, pool, blame=at_work and on_device, now=now, out=out)
-        self._fallen[worker.worker_id] = (worker.info.incarnation, blamed)
-        for other in list(pool.workers.values()):
-            if not len(pool.queue):
-                break
-            self._plan_ahead(other, now, out)
+            self._lifecycle.recover(sequence, pool, blame=guilty, now=now, out=out)
+        if len(pool.queue):
+            # What the worker was to be woken for waits for another one now.
+            pool.queue.unplaced.extend(itertools.islice(pool.queue.order(now), len(pool.idle)))
+        return blamed

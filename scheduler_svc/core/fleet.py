@@ -7,7 +7,8 @@ import heapq
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.placement import PrefixIndex
 from scheduler_svc.core.policies import Charges, make_charges
-from scheduler_svc.core.request import Sequence
+from scheduler_svc.core.rates import Rate
+from scheduler_svc.core.request import Sequence, Status
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker import WorkerState
 
@@ -57,18 +58,40 @@ class ModelPool:
         self.prefixes = PrefixIndex()
         self.loads = LoadIndex()
         self.workers: dict[str, WorkerState] = {}
+        self.block_size: int | None = None
+        """Tokens per block of all its workers; None until the first has come."""
+        self.idle: dict[str, WorkerState] = {}
+        """Workers without a plan, those that drain left out."""
+        self.starts = Rate()
+        """Sequences that workers have taken."""
 
     def add(self, worker: WorkerState) -> None:
         """Take a worker in."""
         self.workers[worker.worker_id] = worker
+        self.block_size = worker.block_size
         self.prefixes.add(worker.worker_id, worker.info.device_keys)
         self.update_load(worker)
 
     def remove(self, worker: WorkerState) -> None:
         """Forget a worker."""
         del self.workers[worker.worker_id]
+        self.idle.pop(worker.worker_id, None)
+        self.take_back(worker)
         self.prefixes.forget(worker.worker_id)
         self.loads.remove(worker.worker_id)
+
+    def stop_using(self, worker: WorkerState) -> None:
+        """A worker takes nothing new."""
+        self.idle.pop(worker.worker_id, None)
+        self.loads.remove(worker.worker_id)
+        self.take_back(worker)
+
+    def note_idle(self, worker: WorkerState) -> None:
+        """Note whether a worker has a plan to work on."""
+        if worker.in_flight or worker.draining:
+            self.idle.pop(worker.worker_id, None)
+        else:
+            self.idle[worker.worker_id] = worker
 
     def update_load(self, worker: WorkerState) -> None:
         """Recompute when a worker could start on something new. Full workers are out of the running."""
@@ -97,7 +120,7 @@ class ModelPool:
         """Return the worker on which a sequence would have its first token soonest, if any has room."""
         found: tuple[float, int, WorkerState] | None = None
         for worker in self._candidates(sequence):
-            if self._has_room(worker, sequence):
+            if self._has_room(worker, sequence, now):
                 score = (self._first_token_s(worker, sequence, now), -worker.pool.free)
                 if found is None or score < found[:2]:
                     found = (*score, worker)
@@ -116,27 +139,52 @@ class ModelPool:
         gain = self._first_token_s(worker, sequence, now) - self._first_token_s(best, sequence, now)
         return best if gain > _MIN_GAIN_S else None
 
+    def leave(self, sequence: Sequence, worker: WorkerState) -> None:
+        """Leave a waiting sequence to a worker, which is to look at it when it plans next."""
+        sequence.deferrals += 1
+        if worker.in_flight:
+            worker.left_to_it.append(sequence)
+        else:
+            self.queue.unplaced.append(sequence)
+
+    def take_back(self, worker: WorkerState) -> None:
+        """What was left to a worker, and still waits, is not left to anybody again."""
+        for sequence in worker.left_to_it:
+            if sequence.status is Status.WAITING:
+                sequence.deferrals = MAX_DEFERRALS
+                self.queue.unplaced.append(sequence)
+        worker.left_to_it.clear()
+
+    def idle_for(self, sequence: Sequence) -> WorkerState | None:
+        """Return an idle worker that can hold a sequence."""
+        return next((worker for worker in self.idle.values() if self.can_hold(worker, sequence)), None)
+
     def _candidates(self, sequence: Sequence) -> list[WorkerState]:
-        """Return the least loaded worker and some of those with the longest cached prefix."""
+        """Return the least loaded worker, an idle one, and some of those with the longest cached prefix."""
         candidates: list[WorkerState] = []
         least = self.loads.least()
         if least is not None:
             candidates.append(self.workers[least])
+        idle = self.idle_for(sequence)
+        if idle is not None and idle.worker_id != least:
+            candidates.append(idle)
         if sequence.keys:
             _, holders = self.prefixes.deepest(sequence.keys)
             chosen = heapq.nsmallest(_MAX_HOLDERS, holders, key=lambda w: (self.workers[w].load, w))
             candidates.extend(self.workers[worker_id] for worker_id in chosen)
         return candidates
 
-    def _has_room(self, worker: WorkerState, sequence: Sequence) -> bool:
+    def _has_room(self, worker: WorkerState, sequence: Sequence, now: float) -> bool:
         """Return whether a worker could take a sequence in its next step."""
         return (
             not worker.draining
             and worker.bisection is None
             and worker.num_seqs < worker.max_num_seqs
             and worker.backlog_tokens < worker.token_budget
-            and worker.blocks_for(sequence.num_tokens + 1) <= worker.available_blocks()
+            and now >= worker.admits_after
             and self.can_hold(worker, sequence)
+            and worker.blocks_to_admit(sequence) <= worker.available_blocks()
+            and worker.may_join(sequence)
         )
 
     def _first_token_s(self, worker: WorkerState, sequence: Sequence, now: float) -> float:

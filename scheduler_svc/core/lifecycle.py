@@ -12,12 +12,13 @@ from scheduler_svc.core.effects import ChoiceTimings, Effect, FinishChoice, LogE
 from scheduler_svc.core.errors import CoreError, Reason
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.fleet import ModelPool
-from scheduler_svc.core.rates import Rate
 from scheduler_svc.core.request import Request, Sequence, Status
 from scheduler_svc.core.timers import TimerWheel
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
+_RELAPSES = 4
+"""A sequence that proves itself each time is let off, but not for ever."""
 
 
 class Lifecycle:
@@ -33,7 +34,6 @@ class Lifecycle:
         self.deadlines: TimerWheel[str] = TimerWheel()
         self.arrivals = 0
         self.outcomes: Counter[str] = Counter()
-        self._starts: dict[ModelPool, Rate] = {}
 
     # Beginning -----------------------------------------------------------------------------------
 
@@ -60,8 +60,9 @@ class Lifecycle:
         self.arrivals += 1
         self.outcomes[error.reason] += 1
 
-    def open(self, spec: NewRequest, pool: ModelPool, block_size: int | None, now: float) -> Request:
+    def open(self, spec: NewRequest, pool: ModelPool, now: float) -> Request:
         """Take a request into the queue."""
+        block_size = pool.block_size if self._config.prefix_caching else None
         request = Request.from_spec(spec, now, block_size)
         self.arrivals += 1
         self.requests[spec.request_id] = request
@@ -74,7 +75,7 @@ class Lifecycle:
 
     def started(self, pool: ModelPool, sequence: Sequence, now: float) -> None:
         """A worker has taken a sequence: its wait is over."""
-        self._starts.setdefault(pool, Rate()).add(now)
+        pool.starts.add(now)
         if len(sequence.request.sequences) == 1:
             self._arm(sequence.request)
 
@@ -96,13 +97,14 @@ class Lifecycle:
         for sibling in request.sequences:
             if sibling.status is Status.HELD:
                 sibling.transition(Status.WAITING)
-                pool.queue.push(sibling)
+                pool.queue.push_front(sibling)
 
     # Going back ----------------------------------------------------------------------------------
 
     def requeue(self, sequence: Sequence, pool: ModelPool) -> None:
         """A sequence has left its worker without an end: to the front of its class."""
         sequence.transition(Status.WAITING)
+        self._refund(sequence, pool)
         pool.queue.push_front(sequence)
 
     def settled(self, sequence: Sequence, pool: ModelPool) -> None:
@@ -124,14 +126,18 @@ class Lifecycle:
     ) -> None:
         """The worker of a sequence is gone: it goes on elsewhere, unless it has killed too many."""
         if blame:
+            if not sequence.suspect:
+                sequence.deaths = 0
             sequence.deaths += 1
+            sequence.total_deaths += 1
             # Two steps may have been under way, so it must get past both.
             sequence.proven_at_len = sequence.num_tokens + 2
-        if sequence.deaths >= self._config.max_worker_deaths:
+        most = self._config.max_worker_deaths
+        if sequence.deaths >= most or sequence.total_deaths >= _RELAPSES * most:
             error = CoreError(
                 Reason.POISON,
-                f"quarantined: {sequence.deaths} workers died while they computed it",
-                metadata={"deaths": str(sequence.deaths)},
+                f"quarantined: {sequence.total_deaths} workers died while they computed it",
+                metadata={"deaths": str(sequence.total_deaths)},
             )
             self.end_choice(sequence, FinishReason.ERROR, now, out, error=error)
             return
@@ -215,8 +221,7 @@ class Lifecycle:
 
     def start_rate(self, pool: ModelPool, now: float) -> float | None:
         """Return sequences started per second, lately."""
-        rate = self._starts.get(pool)
-        return rate.per_s(now) if rate is not None else None
+        return pool.starts.per_s(now)
 
     def estimated_wait_s(self, pool: ModelPool, now: float) -> float | None:
         """Return how long the last in the queue is likely to wait."""
@@ -239,9 +244,16 @@ class Lifecycle:
         if was is Status.WAITING:
             pool.queue.remove(sequence)
         elif was is Status.RUNNING and worker is not None:
-            worker.stop(sequence)
+            worker.cancel(sequence)
             out.append(SendCancel(worker.worker_id, (sequence.handle,)))
+        self._refund(sequence, pool)
         pool.charges.leave(sequence.request.tenant)
+
+    def _refund(self, sequence: Sequence, pool: ModelPool) -> None:
+        """Take back the charge for prefill that was not computed."""
+        if sequence.num_charged_tokens:
+            pool.charges.charge(sequence.request.tenant, -sequence.num_charged_tokens)
+            sequence.num_charged_tokens = 0
 
     def _close(self, request: Request, outcome: str) -> None:
         del self.requests[request.request_id]

@@ -30,17 +30,17 @@ class Draft:
     budget: int
     """Tokens that may still be computed in this step."""
     available: int
-    """Blocks that may still be taken in this step."""
-    admit: list[Admit] = field(default_factory=list)
+    """Blocks that may still be taken in this step; those that it releases come later."""
+    admits: list[Admit] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     prefill: list[tuple[int, int]] = field(default_factory=list)
     skip: list[int] = field(default_factory=list)
     released: list[Sequence] = field(default_factory=list)
     blocks: int = 0
+    blocks_coming: int = 0
+    """Blocks that its releases give back."""
     decodes: int = 0
     prefill_tokens: int = 0
-    nudge: list[WorkerState] = field(default_factory=list)
-    """Workers for which a sequence was left."""
 
     def take_blocks(self, blocks: int) -> None:
         """Reserve blocks for this step."""
@@ -54,12 +54,49 @@ class Draft:
         self.prefill_tokens += tokens
         self.budget -= tokens
 
+    def take_in(
+        self,
+        sequence: Sequence,
+        now: float,
+        *,
+        reserve_tokens: int | None = None,
+        hold_after_finish: bool = False,
+    ) -> None:
+        """Bind a waiting sequence to the worker from this step on."""
+        sequence.transition(Status.RUNNING)
+        self.worker.admit(sequence, self.step)
+        if sequence.started_at is None:
+            sequence.started_at = now
+        sequence.request.started = True
+        spec = sequence.request.spec
+        self.admits.append(
+            Admit(
+                handle=sequence.handle,
+                token_ids=tuple(sequence.token_ids),
+                prompt_len=sequence.prompt_len,
+                sampling=spec.sampling,
+                choice=sequence.choice,
+                keys=tuple(sequence.keys),
+                reserve_tokens=reserve_tokens,
+                hold_after_finish=hold_after_finish,
+                priority=spec.priority,
+                adapter=spec.adapter,
+            )
+        )
+        self.admitted.append(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take a sequence off the worker in this step."""
+        self.worker.stop(sequence)
+        self.released.append(sequence)
+        self.blocks_coming += self.worker.blocks_held(sequence)
+
     def finish(self, now: float) -> InFlight:
         """Return the plan, entered into the worker's books."""
         worker = self.worker
         plan = Plan(
             step=self.step,
-            admit=tuple(self.admit),
+            admit=tuple(self.admits),
             prefill=tuple(self.prefill),
             skip=tuple(self.skip),
             seal=tuple(worker.pending_seals),
@@ -72,11 +109,10 @@ class Draft:
             plan=plan,
             sent_at=now,
             blocks=self.blocks,
-            blocks_coming=sum(worker.blocks_for(sequence.num_tokens) for sequence in self.released),
+            blocks_coming=self.blocks_coming,
             decodes=self.decodes,
             prefill_tokens=self.prefill_tokens,
             admitted=self.admitted,
-            released=self.released,
         )
         worker.blocks_coming += flight.blocks_coming
         worker.in_flight.append(flight)
@@ -97,7 +133,7 @@ class ContinuousPlanner:
         draft = Draft(worker, worker.next_step, worker.token_budget, worker.available_blocks())
         self._decode(draft, out)
         self._prefill(draft)
-        if not worker.draining and len(self._pool.queue):
+        if len(self._pool.queue) and not worker.draining and now >= worker.admits_after:
             self._admit_waiting(draft, now, out)
         if worker.sequences:
             # Also when all are cancelled: without one more report their blocks would seem taken for good.
@@ -106,19 +142,20 @@ class ContinuousPlanner:
         return None
 
     def wake_at(self, worker: WorkerState, now: float) -> float | None:
-        """Return None: nothing here waits for time to pass."""
-        return None
+        """Return when a worker that refused what was offered may be offered something again."""
+        waits = len(self._pool.queue) and not worker.draining and now < worker.admits_after
+        return worker.admits_after if waits else None
 
     def _decode(self, draft: Draft, out: list[Effect]) -> None:
         """All decodes run; blocks for their growth come from preemption when there are none left."""
         worker = draft.worker
-        growth = worker.growth[draft.step % worker.block_size]
-        while growth > draft.available + worker.blocks_coming:
+        while (growth := worker.growth_in(draft.step)) > (
+            draft.available + draft.blocks_coming + worker.blocks_coming
+        ):
             victim = self._victim(worker)
             if victim is None:
                 break
             self._preempt(draft, victim, out)
-            growth = worker.growth[draft.step % worker.block_size]
         draft.take_blocks(growth)
         completing = sum(1 for sequence in worker.prefilling.values() if sequence.left_to_plan <= 0)
         draft.decodes = len(worker.decoding) + completing
@@ -156,8 +193,8 @@ class ContinuousPlanner:
             if self.explain is not None:
                 self.explain(sequence, draft.worker, reason, figures)
             if reason in {"blocks", "max_num_seqs"} and misses == 0:
-                self._make_room(draft, sequence, out)
-            if reason in {"max_num_seqs", "token_budget"}:
+                self._make_room(draft, sequence, now, out)
+            if reason in {"max_num_seqs", "token_budget"} or (reason == "isolated" and sequence.suspect):
                 return
             if reason == "blocks":
                 if sequence.blocked_since is None:
@@ -169,11 +206,18 @@ class ContinuousPlanner:
                 return
 
     def _in_reach(self, now: float, draft: Draft) -> list[Sequence]:
-        """Return the waiting that this plan may consider."""
-        places = max(1, draft.worker.max_num_seqs - draft.worker.num_seqs)
-        reach = places + self._config.lookahead + 1
-        found = []
+        """Return the waiting that this plan may consider: not what is late, nor what never fits."""
+        worker = draft.worker
+        reach = max(1, worker.max_num_seqs - worker.num_seqs) + self._config.lookahead + 1
+        found: list[Sequence] = []
         for sequence in self._pool.queue.order(now):
+            if sequence.request.is_late(now):
+                continue
+            if not self._pool.can_hold(worker, sequence):
+                if self.explain is not None:
+                    figures: dict[str, object] = {"max_model_len": worker.info.max_model_len}
+                    self.explain(sequence, worker, "too_big_for_worker", figures)
+                continue
             found.append(sequence)
             if len(found) == reach:
                 break
@@ -188,27 +232,24 @@ class ContinuousPlanner:
             return "max_num_seqs", {"running": worker.num_seqs, "max_num_seqs": worker.max_num_seqs}
         if draft.budget <= 0:
             return "token_budget", {"left": draft.budget, "token_budget": worker.token_budget}
-        if not self._pool.can_hold(worker, sequence):
-            return "too_big_for_worker", {"max_model_len": worker.info.max_model_len}
-        if sequence.suspect and any(other.suspect for other in worker.sequences.values()):
+        if not worker.may_join(sequence):
             return "isolated", {"deaths": sequence.deaths}
         other = self._pool.better_elsewhere(worker, sequence, now)
         if other is not None:
-            sequence.deferrals += 1
-            draft.nudge.append(other)
+            self._pool.leave(sequence, other)
             return "better_worker", {"worker": other.worker_id}
         cached = self._pool.cached_tokens(worker, sequence)
         todo = sequence.num_tokens - cached
         tokens = self._first_chunk(draft, todo)
         if tokens == 0:
             return "max_partial_prefills" if self._config.chunked_prefill else "token_budget", {"todo": todo}
-        blocks = worker.blocks_for(sequence.num_tokens + 1)
+        blocks = worker.blocks_to_admit(sequence)
         if cached and sequence.trust_hits:
             blocks -= min(worker.active_hits(sequence.keys), cached // worker.block_size)
         spare = int(self._config.watermark * worker.info.geometry.num_blocks) if worker.busy else 0
         if blocks + spare > draft.available:
             return "blocks", {"needed": blocks, "watermark": spare, "available": draft.available}
-        self._admit(draft, sequence, tokens, blocks, now)
+        self._admit(draft, sequence, (todo, tokens, blocks), now)
         return None
 
     def _first_chunk(self, draft: Draft, todo: int) -> int:
@@ -220,38 +261,24 @@ class ContinuousPlanner:
             return min(todo, draft.budget)
         if todo <= draft.budget:
             return todo
-        if todo <= draft.worker.token_budget or draft.prefill:
+        if draft.prefill:
             return 0
-        # Longer than any budget: it gets the step for itself.
+        # Longer than what decodes leave: it gets the step for itself.
         for sequence in draft.worker.decoding.values():
             draft.skip.append(sequence.handle)
             draft.worker.delay_growth(sequence)
         draft.decodes = 0
         return todo
 
-    def _admit(self, draft: Draft, sequence: Sequence, tokens: int, blocks: int, now: float) -> None:
+    def _admit(self, draft: Draft, sequence: Sequence, need: tuple[int, int, int], now: float) -> None:
+        todo, tokens, blocks = need
         self._pool.queue.start(sequence)
-        sequence.transition(Status.RUNNING)
-        draft.worker.admit(sequence, draft.step)
-        if sequence.started_at is None:
-            sequence.started_at = now
-        sequence.request.started = True
-        spec = sequence.request.spec
-        draft.admit.append(
-            Admit(
-                handle=sequence.handle,
-                token_ids=tuple(sequence.token_ids),
-                prompt_len=sequence.prompt_len,
-                sampling=spec.sampling,
-                choice=sequence.choice,
-                keys=tuple(sequence.keys),
-                priority=spec.priority,
-                adapter=spec.adapter,
-            )
-        )
-        draft.admitted.append(sequence)
+        draft.take_in(sequence, now)
         draft.take_blocks(blocks)
         draft.compute(sequence, tokens)
+        # Charged at once, so that plans made before the report do not all favour the same tenant.
+        sequence.num_charged_tokens = todo
+        self._pool.charges.charge(sequence.request.tenant, todo)
 
     def _victim(self, worker: WorkerState, below: int | None = None) -> Sequence | None:
         """Return whom to preempt: lowest class, then admitted last, then with the least work lost.
@@ -271,12 +298,9 @@ class ContinuousPlanner:
 
     def _preempt(self, draft: Draft, victim: Sequence, out: list[Effect]) -> None:
         worker = draft.worker
-        blocks = worker.blocks_for(victim.num_tokens)
         victim.preemptions += 1
-        worker.stop(victim)
+        draft.release(victim)
         victim.transition(Status.RELEASING)
-        draft.released.append(victim)
-        draft.available += blocks
         out.append(
             LogEvent(
                 "sequence_preempted",
@@ -285,17 +309,18 @@ class ContinuousPlanner:
                     "choice": victim.choice,
                     "worker_id": worker.worker_id,
                     "step": draft.step,
-                    "blocks": blocks,
+                    "blocks": worker.blocks_held(victim),
                     "tokens_to_recompute": victim.num_tokens,
                     "preemptions": victim.preemptions,
                 },
             )
         )
 
-    def _make_room(self, draft: Draft, head: Sequence, out: list[Effect]) -> None:
-        """Preempt one of a lower class for the first in the queue, unless room is on its way already."""
+    def _make_room(self, draft: Draft, head: Sequence, now: float, out: list[Effect]) -> None:
+        """Preempt one of a lower class for the first in the queue, unless there is room without that."""
         worker = draft.worker
-        if draft.admitted or draft.released or any(flight.released for flight in worker.in_flight):
+        on_its_way = draft.admitted or draft.released or any(f.plan.release for f in worker.in_flight)
+        if on_its_way or self._pool.best(head, now) is not None:
             return
         victim = self._victim(worker, below=head.request.priority)
         if victim is not None:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import bisect
-import math
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Protocol
 
 from scheduler_svc.core.request import Sequence
 
+_IDLE_TENANTS = 64
+"""Tenants without work that are remembered before those that need not be are forgotten."""
+
 
 class Charges(Protocol):
     """Where `fair` reads and writes what each tenant has used; shared by all classes of a model."""
 
     def charge(self, tenant: str, tokens: float) -> None:
-        """Add tokens that were computed for a tenant."""
+        """Add tokens that are computed for a tenant; take off, when negative, what was not after all."""
 
-    def level(self, tenant: str) -> float:
-        """Return a tenant's virtual token counter."""
+    def level(self, tenant: str, tokens: float = 0.0) -> float:
+        """Return a tenant's virtual token counter as it would be after so many more tokens."""
 
     def join(self, tenant: str) -> None:
         """A tenant has work again after a pause."""
@@ -28,7 +31,10 @@ class Charges(Protocol):
 
 
 class Policy(Protocol):
-    """Who is next among the waiting of one class. All operations are O(log n) or better."""
+    """Who is next among the waiting of one class. To push or remove costs O(log n) or less.
+
+    Made with the charges of the tenants and the wait in seconds past which nobody new may go ahead.
+    """
 
     def push(self, sequence: Sequence) -> None:
         """Take a sequence in."""
@@ -43,7 +49,7 @@ class Policy(Protocol):
 class Fcfs:
     """First come, first served."""
 
-    def __init__(self, charges: Charges) -> None:
+    def __init__(self, charges: Charges, starvation_age_s: float) -> None:
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()
 
     def push(self, sequence: Sequence) -> None:
@@ -60,9 +66,14 @@ class Fcfs:
 
 
 class Edf:
-    """Earliest deadline first: by the next deadline that the request can miss, then by arrival."""
+    """Earliest deadline first: by the next deadline that the request can miss, then by arrival.
 
-    def __init__(self, charges: Charges) -> None:
+    A deadline that is far away, or none, counts as one at `starvation_age_s` after the arrival, so
+    that nobody is passed by requests that come later than that.
+    """
+
+    def __init__(self, charges: Charges, starvation_age_s: float) -> None:
+        self._starvation_age_s = starvation_age_s
         self._keys: list[tuple[float, int]] = []
         self._waiting: dict[tuple[float, int], Sequence] = {}
         self._key_of: dict[Sequence, tuple[float, int]] = {}
@@ -70,10 +81,11 @@ class Edf:
 
     def push(self, sequence: Sequence) -> None:
         """Take a sequence in."""
-        spec = sequence.request.spec
+        request = sequence.request
+        spec = request.spec
         deadlines = [at for at in (spec.ttft_deadline, spec.deadline) if at is not None]
         self._count += 1
-        key = (min(deadlines, default=math.inf), self._count)
+        key = (min(request.arrival + self._starvation_age_s, *deadlines), self._count)
         bisect.insort(self._keys, key)
         self._waiting[key] = sequence
         self._key_of[sequence] = key
@@ -85,7 +97,7 @@ class Edf:
         del self._keys[bisect.bisect_left(self._keys, key)]
 
     def order(self) -> Iterator[Sequence]:
-        """Yield by deadline; those without one come last."""
+        """Yield by deadline."""
         return (self._waiting[key] for key in self._keys)
 
 
@@ -96,7 +108,7 @@ class Fair:
     with the tokens actually computed for a tenant, each step, divided by its weight.
     """
 
-    def __init__(self, charges: Charges) -> None:
+    def __init__(self, charges: Charges, starvation_age_s: float) -> None:
         self._charges = charges
         self._by_tenant: dict[str, OrderedDict[Sequence, None]] = {}
 
@@ -114,15 +126,19 @@ class Fair:
 
     def order(self) -> Iterator[Sequence]:
         """Yield as if each one yielded were charged its prompt at once."""
-        heads = {tenant: iter(waiting) for tenant, waiting in self._by_tenant.items()}
-        levels = {tenant: self._charges.level(tenant) for tenant in heads}
-        while levels:
-            tenant = min(levels, key=levels.__getitem__)
-            sequence = next(heads[tenant], None)
+        level = self._charges.level
+        lines = {tenant: iter(waiting) for tenant, waiting in self._by_tenant.items()}
+        charged = dict.fromkeys(lines, 0.0)
+        heap = [(level(tenant), number, tenant) for number, tenant in enumerate(lines)]
+        heapq.heapify(heap)
+        while heap:
+            _, number, tenant = heap[0]
+            sequence = next(lines[tenant], None)
             if sequence is None:
-                del levels[tenant]
+                heapq.heappop(heap)
                 continue
-            levels[tenant] += sequence.num_tokens
+            charged[tenant] += sequence.num_tokens
+            heapq.heapreplace(heap, (level(tenant, charged[tenant]), number, tenant))
             yield sequence
 
 
@@ -132,7 +148,7 @@ class NoCharges:
     def charge(self, tenant: str, tokens: float) -> None:
         """Ignore."""
 
-    def level(self, tenant: str) -> float:
+    def level(self, tenant: str, tokens: float = 0.0) -> float:
         """Return zero."""
         return 0.0
 
@@ -144,9 +160,10 @@ class NoCharges:
 
 
 class VirtualTokenCounters:
-    """Virtual token counters of the tenants.
+    """Virtual token counters of the tenants: tokens over weight.
 
-    A tenant that comes back is lifted to the least counter of those with work: idle time earns no credit.
+    A tenant that comes back is lifted to the least counter of those with work: idle time earns no
+    credit. What such a lift would undo need not be remembered.
     """
 
     def __init__(self, weights: dict[str, float]) -> None:
@@ -155,27 +172,36 @@ class VirtualTokenCounters:
         self._live: dict[str, int] = {}
 
     def charge(self, tenant: str, tokens: float) -> None:
-        """Add tokens that were computed for a tenant."""
-        self._levels[tenant] = self._levels.get(tenant, 0.0) + tokens / self._weights.get(tenant, 1.0)
+        """Add tokens that are computed for a tenant."""
+        self._levels[tenant] = self.level(tenant, tokens)
 
-    def level(self, tenant: str) -> float:
-        """Return a tenant's virtual token counter."""
-        return self._levels.get(tenant, 0.0)
+    def level(self, tenant: str, tokens: float = 0.0) -> float:
+        """Return a tenant's virtual token counter as it would be after so many more tokens."""
+        return self._levels.get(tenant, 0.0) + tokens / self._weights.get(tenant, 1.0)
 
     def join(self, tenant: str) -> None:
         """Count one more live sequence of a tenant."""
-        if not self._live.get(tenant):
-            busy = [self._levels.get(other, 0.0) for other, count in self._live.items() if count]
-            self._levels[tenant] = max(self.level(tenant), min(busy, default=0.0))
-        self._live[tenant] = self._live.get(tenant, 0) + 1
+        if tenant not in self._live:
+            self._levels[tenant] = max(self.level(tenant), self._least_busy())
+            self._live[tenant] = 0
+        self._live[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """Count one live sequence less; a tenant far behind everybody may be forgotten."""
+        """Count one live sequence less."""
         self._live[tenant] -= 1
-        if not self._live[tenant]:
-            del self._live[tenant]
-            if not self._live:
-                self._levels.clear()
+        if self._live[tenant]:
+            return
+        del self._live[tenant]
+        if not self._live:
+            self._levels.clear()
+        elif len(self._levels) > 2 * len(self._live) + _IDLE_TENANTS:
+            least = self._least_busy()
+            self._levels = {
+                other: level for other, level in self._levels.items() if other in self._live or level > least
+            }
+
+    def _least_busy(self) -> float:
+        return min((self._levels[tenant] for tenant in self._live), default=0.0)
 
 
 POLICIES: dict[str, type[Fcfs | Edf | Fair]] = {"fcfs": Fcfs, "edf": Edf, "fair": Fair}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
+
 from octavo.protocol.steps import (
     DIGEST_MASK,
     FinishReason,
@@ -43,15 +46,19 @@ class ReportReader:
         flight = worker.settle(report.step)
         if report.status is not StepStatus.OK:
             self._undo(worker, pool, flight, report.status)
-        self._admitted(worker, pool, flight, report, now, out)
-        self._refused(worker, pool, report, now, out)
-        self._tokens(worker, pool, report, now, out)
-        self._finished(worker, report, now, out)
+        if report.admitted or report.prefilled:
+            self._admitted(worker, pool, report, now, out)
+        if report.refused:
+            self._refused(worker, pool, report, now, out)
+        if report.token_handles:
+            self._tokens(worker, pool, report, now, out)
+        if report.finished:
+            self._finished(worker, report, now, out)
         self._released(worker, pool, flight, report)
         for handle, _ in report.stalled:
             sequence = worker.decoding.get(handle)
             if sequence is not None:
-                worker.delay_growth(sequence)
+                worker.decode_stalled(sequence)
         self._outcome(worker, flight, report, now, out)
         self._keys(worker, pool, report)
         worker.pool = report.pool
@@ -63,11 +70,12 @@ class ReportReader:
         self,
         worker: WorkerState,
         pool: ModelPool,
-        flight: InFlight,
         report: Report,
         now: float,
         out: list[Effect],
     ) -> None:
+        if report.admitted:
+            worker.num_refusals = 0
         for entry in report.admitted:
             sequence = worker.sequences.get(entry.handle)
             if sequence is None:
@@ -75,10 +83,12 @@ class ReportReader:
             worker.count_admitted(entry.handle, sequence.num_tokens)
             cached = entry.cached_tokens + entry.host_cached_tokens
             sequence.num_computed_tokens = cached
-            worker.hold_hits(sequence, entry.cached_tokens // worker.block_size)
+            worker.hold_keys(sequence, entry.cached_tokens // worker.block_size)
             if sequence.status is Status.FINISHED:
-                # The cancel may have come before the plan that admitted it.
-                out.append(SendCancel(worker.worker_id, (entry.handle,)))
+                if entry.handle not in report.released:
+                    # The cancel came before the plan that admitted it, and was forgotten.
+                    worker.cancel(sequence)
+                    out.append(SendCancel(worker.worker_id, (entry.handle,)))
                 continue
             if sequence.first_token_at is None:
                 sequence.cached_tokens = min(cached, sequence.prompt_len)
@@ -88,12 +98,16 @@ class ReportReader:
             if sequence is not None:
                 sequence.num_computed_tokens += tokens
                 if self._charging:
-                    pool.charges.charge(sequence.request.tenant, tokens)
+                    paid = min(tokens, sequence.num_charged_tokens)
+                    sequence.num_charged_tokens -= paid
+                    pool.charges.charge(sequence.request.tenant, tokens - paid)
 
     def _refused(
         self, worker: WorkerState, pool: ModelPool, report: Report, now: float, out: list[Effect]
     ) -> None:
         """What was refused goes back to where it stood; what a runner cannot do at all has failed."""
+        if not report.admitted:
+            worker.refused(now)
         for entry in reversed(report.refused):
             sequence = worker.sequences.get(entry.handle)
             if sequence is None:
@@ -115,50 +129,52 @@ class ReportReader:
         self, worker: WorkerState, pool: ModelPool, report: Report, now: float, out: list[Effect]
     ) -> None:
         """Take new tokens in. This loop is the scheduler's hottest: one turn per sequence and step."""
-        if not report.token_handles:
-            return
         deltas: list[TokenDelta] = []
         sequences, size, logprobs = worker.sequences, worker.block_size, report.logprobs
-        finished = Status.FINISHED
-        decoded = 0
-        position_of_id = 0
-        counts = report.token_counts or (1,) * len(report.token_handles)
-        for handle, first, count in zip(report.token_handles, report.first_positions, counts, strict=True):
-            ids = report.token_ids[position_of_id : position_of_id + count]
-            position_of_id += count
-            sequence = sequences.get(handle)
-            if sequence is None:
-                continue
-            tokens = sequence.token_ids
-            if first != len(tokens):
-                raise ProtocolViolationError(f"handle {handle}: token at {first}, known are {len(tokens)}")
-            tokens.extend(ids)
-            worker.digest += handle * count
-            if sequence.growth_bucket is not None:
-                decoded += count
-            else:
-                self._first_token(worker, sequence, report.step, now)
-            if len(tokens) % size < count:
-                self._fill_block(worker, sequence)
-            if sequence.status is not finished:
-                deltas.append(
-                    TokenDelta(
-                        sequence.request.spec.request_id,
-                        sequence.choice,
-                        tuple(ids),
-                        logprobs.get(handle) if logprobs else None,
+        finished, charging = Status.FINISHED, self._charging
+        digest = decoded = 0
+        try:
+            for handle, first, ids in zip(
+                report.token_handles, report.first_positions, _runs_of(report), strict=True
+            ):
+                sequence = sequences.get(handle)
+                if sequence is None:
+                    continue
+                tokens, count = sequence.token_ids, len(ids)
+                if first != len(tokens):
+                    raise ProtocolViolationError(
+                        f"handle {handle}: token at {first}, known are {len(tokens)}"
                     )
-                )
-                if self._charging:
-                    pool.charges.charge(sequence.request.tenant, count)
-        worker.digest &= DIGEST_MASK
-        worker.context_tokens += decoded
-        if deltas:
-            out.append(EmitTokens(deltas))
+                tokens.extend(ids)
+                digest += handle * count
+                if sequence.growth_bucket is None:
+                    self._first_token(worker, sequence, report.step, now)
+                else:
+                    decoded += count
+                if len(tokens) % size < count:
+                    self._fill_block(worker, sequence)
+                if sequence.status is not finished:
+                    request_id = sequence.request.spec.request_id
+                    deltas.append(
+                        TokenDelta(
+                            request_id, sequence.choice, ids, logprobs.get(handle) if logprobs else None
+                        )
+                    )
+                    if charging:
+                        pool.charges.charge(sequence.request.tenant, count)
+        finally:
+            # Also when a later token is not as it should be: what is known here, the client has to get.
+            worker.digest = (worker.digest + digest) & DIGEST_MASK
+            worker.context_tokens += decoded
+            if deltas:
+                out.append(EmitTokens(deltas))
 
     def _first_token(self, worker: WorkerState, sequence: Sequence, step: int, now: float) -> None:
         if sequence.status is Status.RUNNING:
             worker.start_decoding(sequence, step)
+            if len(sequence.request.sequences) > 1:
+                # Its siblings will share what it holds of the prompt.
+                worker.hold_keys(sequence, sequence.prompt_len // worker.block_size)
         if sequence.status is not Status.FINISHED:
             self._lifecycle.first_token(sequence, now)
 
@@ -201,14 +217,15 @@ class ReportReader:
             sequence = worker.sequences.get(handle)
             if sequence is None:
                 continue
-            worker.count_gone(handle, sequence.num_tokens)
-            worker.forget(sequence)
             if sequence.status is Status.RUNNING:
                 raise ProtocolViolationError(f"handle {handle} was released without being asked")
+            worker.count_gone(handle, sequence.num_tokens)
+            worker.forget(sequence)
             self._lifecycle.settled(sequence, pool)
-        for sequence in flight.released:
-            if sequence.status is Status.RELEASING and sequence.worker is worker:
-                raise ProtocolViolationError(f"handle {sequence.handle} was not released as asked")
+        owed = [handle for handle in flight.plan.release if handle in worker.sequences]
+        owed.extend(handle for handle, step in worker.owed.items() if report.step >= step)
+        if owed:
+            raise ProtocolViolationError(f"handles {owed} were not released as asked")
 
     def _undo(self, worker: WorkerState, pool: ModelPool, flight: InFlight, status: StepStatus) -> None:
         """A step that failed or was skipped has decoded nothing; a skipped one has admitted nothing."""
@@ -284,6 +301,14 @@ class ReportReader:
                 f"books differ after step {report.step}: worker has {report.live_count} sequences, digest "
                 f"{report.digest}; scheduler {worker.live_count}, digest {worker.digest}"
             )
+
+
+def _runs_of(report: Report) -> Iterable[tuple[int, ...]]:
+    """Return the new tokens of each sequence in turn; nearly always one each."""
+    if not report.token_counts:
+        return zip(report.token_ids, strict=True)
+    ids = iter(report.token_ids)
+    return (tuple(islice(ids, count)) for count in report.token_counts)
 
 
 def _step_error(worker: WorkerState, report: Report) -> LogEvent:

@@ -59,8 +59,10 @@ class Sequence:
     """Length when it was admitted: what its prefill has to cover."""
     num_computed_tokens: int = 0
     num_planned_tokens: int = 0
+    num_charged_tokens: int = 0
+    """Prefill tokens that its tenant was charged ahead of their computation."""
     num_hit_blocks: int = 0
-    """Cached blocks that it was admitted onto."""
+    """Its leading blocks whose keys are known to be in use."""
     growth_bucket: int | None = None
     """Steps congruent to this (modulo the block size) take a block; None while it prefills."""
     cached_tokens: int = 0
@@ -76,8 +78,10 @@ class Sequence:
     preemptions: int = 0
     recoveries: int = 0
     deaths: int = 0
+    """Workers that died under it since it last proved itself."""
+    total_deaths: int = 0
     proven_at_len: int = 0
-    """After a worker died under it: the length at which it is no longer a suspect."""
+    """After a worker died under it: the length at which it has proved itself."""
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +107,11 @@ class Sequence:
     def suspect(self) -> bool:
         """A worker died under it, and it has not passed that point since."""
         return self.deaths > 0 and len(self.token_ids) < self.proven_at_len
+
+    @property
+    def untried(self) -> bool:
+        """No step has computed it to a token yet."""
+        return self.first_token_at is None
 
     def extend_keys(self, block_size: int) -> None:
         """Add the keys of blocks that tokens have filled since."""
@@ -163,6 +172,15 @@ class Request:
         """Tokens that a choice can reach at most."""
         limit = self.spec.sampling.max_tokens
         return self.prompt_len + (limit if limit is not None else 0)
+
+    def is_late(self, now: float) -> bool:
+        """Return whether a deadline that it can still miss has passed."""
+        spec = self.spec
+        return (
+            (spec.deadline is not None and now >= spec.deadline)
+            or (spec.ttft_deadline is not None and now >= spec.ttft_deadline and not self.got_token)
+            or (spec.queue_deadline is not None and now >= spec.queue_deadline and not self.started)
+        )
 
     @classmethod
     def from_spec(cls, spec: NewRequest, now: float, block_size: int | None) -> Request:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import bisect
+import heapq
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from octavo.protocol.steps import Priority
@@ -12,15 +14,20 @@ from scheduler_svc.core.policies import POLICIES, Charges, Policy
 from scheduler_svc.core.request import Sequence
 
 
+def _arrival(sequence: Sequence) -> float:
+    return sequence.request.arrival
+
+
 class Lane:
     """The waiting of one class.
 
-    Sequences that ran before (preempted, or their worker died) stand in front, in their old order.
+    Sequences whose request ran before (preempted, their worker died, siblings of one that runs) stand
+    in front, by arrival.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._front: deque[Sequence] = deque()
+        self._front: list[Sequence] = []
         self._fresh: OrderedDict[Sequence, None] = OrderedDict()
         self.num_tokens = 0
         """Tokens that the waiting will have to prefill at most."""
@@ -35,13 +42,8 @@ class Lane:
         self.num_tokens += sequence.num_tokens
 
     def push_front(self, sequence: Sequence) -> None:
-        """Put one that ran before in front, ordered among its like by arrival."""
-        position = 0
-        for other in self._front:
-            if other.request.arrival > sequence.request.arrival:
-                break
-            position += 1
-        self._front.insert(position, sequence)
+        """Put in front, ordered among its like by arrival."""
+        bisect.insort(self._front, sequence, key=_arrival)
         self.num_tokens += sequence.num_tokens
 
     def remove(self, sequence: Sequence) -> None:
@@ -55,42 +57,66 @@ class Lane:
 
     def oldest_arrival(self) -> float | None:
         """Return when the longest waiting arrived."""
-        arrivals = [next(iter(group)).request.arrival for group in (self._front, self._fresh) if group]
-        return min(arrivals, default=None)
+        oldest = next(self.by_age(), None)
+        return oldest.request.arrival if oldest is not None else None
 
-    def order(self, now: float, starvation_age_s: float) -> Iterator[Sequence]:
-        """Yield those in front, then, by age, whoever has waited too long, then by policy."""
+    def by_age(self) -> Iterator[Sequence]:
+        """Yield the longest waiting first."""
+        return heapq.merge(self._front, self._fresh, key=_arrival)
+
+    def order(self) -> Iterator[Sequence]:
+        """Yield those in front, then as the policy says."""
         yield from self._front
-        starving: set[Sequence] = set()
-        for sequence in self._fresh:
-            if now - sequence.request.arrival < starvation_age_s:
-                break
-            starving.add(sequence)
-            yield sequence
-        for sequence in self._policy.order():
-            if sequence not in starving:
-                yield sequence
+        yield from self._policy.order()
+
+
+class _Cursor:
+    """What a pass over the queue has not yielded yet of one class."""
+
+    def __init__(self, lane: Lane, aging_s: float) -> None:
+        self._order = lane.order()
+        self._ages = lane.by_age()
+        self._oldest = next(self._ages)
+        self._yielded: set[Sequence] = set()
+        self._aging_s = aging_s
+        self.left = len(lane)
+
+    def take(self) -> Sequence:
+        """Return the next of the class."""
+        sequence = next(self._order)
+        self._yielded.add(sequence)
+        self.left -= 1
+        return sequence
+
+    def due_at(self) -> float:
+        """Return when the oldest that is left is old enough for a turn."""
+        while self._oldest in self._yielded:
+            self._oldest = next(self._ages)
+        return self._oldest.request.arrival + self._aging_s
 
 
 class WaitingQueue:
     """All sequences of one model that wait for a worker.
 
-    Higher classes go first. A class whose oldest has waited longer than its aging time takes every
-    `aging_stride`-th start although higher ones wait. So nobody starves: the k-th of a class starts,
-    at the latest, after its aging time and k * aging_stride starts. And a flood of old work of a
-    low class costs the higher ones one start in `aging_stride` and no more.
+    Higher classes go first. But every `aging_stride`-th start, while somebody has waited past the
+    aging time of its class behind a higher one, is a turn of the class in which that happened
+    first; its policy says who takes it. `docs/scheduler.md` derives the bound on anybody's wait.
     """
 
     def __init__(self, config: CoreConfig, charges: Charges) -> None:
         self._config = config
         policy = POLICIES[config.policy]
-        self.lanes = {priority: Lane(policy(charges)) for priority in Priority}
-        self._starts_since_aged = 0
+        self.lanes = {priority: Lane(policy(charges, config.starvation_age_s)) for priority in Priority}
+        self._starts_since_turn = 0
+        self._turns: set[Sequence] = set()
+        """Whom the last pass has yielded on a turn."""
         self.num_fresh = 0
         """Sequences that have not run yet."""
+        self.unplaced: list[Sequence] = []
+        """Sequences for which an idle worker is to be looked for."""
 
     def __len__(self) -> int:
-        return sum(len(lane) for lane in self.lanes.values())
+        return sum(map(len, self.lanes.values()))
 
     @property
     def num_tokens(self) -> int:
@@ -98,16 +124,20 @@ class WaitingQueue:
         return sum(lane.num_tokens for lane in self.lanes.values())
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence that has not run."""
+        """Add a sequence of a new request."""
         self.lanes[sequence.request.priority].push(sequence)
-        self.num_fresh += 1
+        self._pushed(sequence)
 
     def push_front(self, sequence: Sequence) -> None:
-        """Add a sequence that was bound to a worker before, ahead of its class."""
+        """Add a sequence ahead of its class: it was bound to a worker before, or its leader is."""
         sequence.deferrals = 0
         self.lanes[sequence.request.priority].push_front(sequence)
+        self._pushed(sequence)
+
+    def _pushed(self, sequence: Sequence) -> None:
         if sequence.started_at is None:
             self.num_fresh += 1
+        self.unplaced.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
@@ -117,31 +147,25 @@ class WaitingQueue:
         sequence.blocked_since = None
 
     def start(self, sequence: Sequence) -> None:
-        """Take a sequence out to run, and count the start towards the turn of aged classes."""
+        """Take a sequence out to run, and count the start towards the next turn."""
         self.remove(sequence)
-        priority = sequence.request.priority
-        passed = any(self.lanes[higher] for higher in Priority if higher < priority)
-        self._starts_since_aged = 0 if passed else self._starts_since_aged + 1
+        self._starts_since_turn = 0 if sequence in self._turns else self._starts_since_turn + 1
 
     def order(self, now: float) -> Iterator[Sequence]:
-        """Yield the waiting, best first, while nothing is changed."""
-        aged = self._aged_head(now) if self._starts_since_aged >= self._config.aging_stride else None
-        if aged is not None:
-            yield aged
-        for lane in self.lanes.values():
-            if lane:
-                for sequence in lane.order(now, self._config.starvation_age_s):
-                    if sequence is not aged:
-                        yield sequence
-
-    def _aged_head(self, now: float) -> Sequence | None:
-        """Return the first of the class that has waited longest past its aging time."""
-        worst: tuple[float, Sequence] | None = None
-        for priority, lane in self.lanes.items():
-            oldest = lane.oldest_arrival()
-            aging = self._config.aging_s[priority]
-            if oldest is None or now - oldest <= aging:
-                continue
-            if worst is None or now - oldest - aging > worst[0]:
-                worst = (now - oldest - aging, next(lane.order(now, 0.0)))
-        return worst[1] if worst is not None else None
+        """Yield the waiting as if each were started, best first, while nothing is changed."""
+        self._turns.clear()
+        starts = self._starts_since_turn
+        aging_s = self._config.aging_s
+        cursors = [_Cursor(lane, aging_s[priority]) for priority, lane in self.lanes.items() if lane]
+        while cursors:
+            cursor, starts = cursors[0], starts + 1
+            if starts >= self._config.aging_stride and len(cursors) > 1:
+                passed = min(cursors[1:], key=_Cursor.due_at)
+                if passed.due_at() <= now:
+                    cursor, starts = passed, 0
+            sequence = cursor.take()
+            if not starts:
+                self._turns.add(sequence)
+            if not cursor.left:
+                cursors.remove(cursor)
+            yield sequence

@@ -17,6 +17,9 @@ from scheduler_svc.core.steptime import StepTimeModel
 MIN_LEAD_S = 0.001
 MAX_LEAD_S = 0.050
 _BUBBLE_US = 300
+_MIN_BACKOFF_S = 0.01
+_MAX_BACKOFF_S = 1.0
+_MAX_REFUSALS = 16
 
 
 @dataclass(slots=True)
@@ -32,7 +35,6 @@ class InFlight:
     decodes: int
     prefill_tokens: int
     admitted: list[Sequence] = field(default_factory=list)
-    released: list[Sequence] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -60,17 +62,27 @@ class WorkerState:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     decoding: dict[int, Sequence] = field(default_factory=dict)
     prefilling: dict[int, Sequence] = field(default_factory=dict)
+    suspects: dict[int, Sequence] = field(default_factory=dict)
+    """Running sequences under which another worker died; those that have proved themselves leave late."""
     growth: list[int] = field(default_factory=list)
     """growth[step % block_size]: decoding sequences that take a block in that step."""
     in_flight: deque[InFlight] = field(default_factory=deque)
     pending_seals: list[tuple[int, int, bytes]] = field(default_factory=list)
     blocks_coming: int = 0
     """Blocks of releases on their way."""
+    owed: dict[int, int] = field(default_factory=dict)
+    """Handles that were cancelled, each with the step whose report must have let go of it."""
+    left_to_it: list[Sequence] = field(default_factory=list)
+    """Waiting sequences that others left for its next plan."""
+    admits_after: float = 0.0
+    """After it refused sequences time and again: when it may be tried again."""
+    num_refusals: int = 0
+    """Reports in a row that refused and admitted nothing."""
     step_times: StepTimeModel = field(default_factory=StepTimeModel)
     context_tokens: int = 0
     """Tokens that the decodes of one step read."""
     active_keys: Counter[bytes] = field(default_factory=Counter)
-    """Keys of blocks that running sequences were admitted onto: these are in use for certain."""
+    """Keys of blocks that are in use for certain, by the running sequences that hold them."""
     next_handle: int = 1
     next_step: int = 1
     next_plan_at: float | None = None
@@ -130,13 +142,53 @@ class WorkerState:
         """Prefill tokens of admitted sequences that are not computed yet."""
         return sum(s.num_admitted_tokens - s.num_computed_tokens for s in self.prefilling.values())
 
+    def may_join(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may run beside the others.
+
+        One that a worker died under runs with none of its like and with none that was never tried, so
+        that it is known who did it if that happens again.
+        """
+        for handle, other in list(self.suspects.items()):
+            if not other.suspect:
+                del self.suspects[handle]
+        if sequence.suspect:
+            return not self.suspects and not any(other.untried for other in self.prefilling.values())
+        return not (self.suspects and sequence.untried)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
+    def blocks_to_admit(self, sequence: Sequence) -> int:
+        """Return the blocks that a sequence takes when it is admitted, if none of them is cached.
+
+        Contiguous memory cannot grow: room for all that the sequence may become is taken at once.
+        """
+        if self.info.geometry.paged:
+            return self.blocks_for(sequence.num_tokens + 1)
+        return self.blocks_for(sequence.request.max_total_tokens)
+
+    def blocks_held(self, sequence: Sequence) -> int:
+        """Return the blocks that a running sequence holds at least, shared ones included."""
+        paged = self.info.geometry.paged
+        return self.blocks_for(sequence.num_tokens) if paged else self.blocks_to_admit(sequence)
+
+    def growth_in(self, step: int) -> int:
+        """Return the blocks that running sequences may take in a step, beyond those they hold."""
+        if not self.info.geometry.paged:
+            return 0
+        growth = self.growth[step % self.block_size]
+        if len(self.in_flight) > 1:
+            # Prefills that a plan before the last one completes: their growth is not counted yet.
+            growth += sum(1 for sequence in self.prefilling.values() if sequence.left_to_plan <= 0)
+        return growth
+
     def available_blocks(self) -> int:
-        """Return the blocks that no plan in flight may take."""
-        return self.pool.free + self.pool.evictable - sum(flight.blocks for flight in self.in_flight)
+        """Return the blocks that no plan in flight may take; contiguous memory: in one run."""
+        in_flight = sum(flight.blocks for flight in self.in_flight)
+        if not self.info.geometry.paged:
+            return self.pool.largest_free_run - in_flight
+        return self.pool.free + self.pool.evictable - in_flight
 
     def admit(self, sequence: Sequence, step: int) -> None:
         """Bind a sequence to this worker, from `step` on."""
@@ -150,6 +202,8 @@ class WorkerState:
         self.next_handle += 1
         self.sequences[sequence.handle] = sequence
         self.prefilling[sequence.handle] = sequence
+        if sequence.suspect:
+            self.suspects[sequence.handle] = sequence
 
     def start_decoding(self, sequence: Sequence, step: int) -> None:
         """Its first token has come in `step`: from the next step on it decodes.
@@ -180,10 +234,28 @@ class WorkerState:
             self.growth[sequence.growth_bucket] -= 1
             sequence.growth_bucket = None
 
-    def hold_hits(self, sequence: Sequence, num_blocks: int) -> None:
-        """The worker has put a sequence onto its first cached blocks: they are in use while it runs."""
-        sequence.num_hit_blocks = num_blocks
-        self.active_keys.update(sequence.keys[:num_blocks])
+    def cancel(self, sequence: Sequence) -> None:
+        """The worker is told to drop a sequence: the report of the next plan must have let go of it."""
+        self.stop(sequence)
+        self.owed[sequence.handle] = self.next_step
+
+    def hold_keys(self, sequence: Sequence, num_blocks: int) -> None:
+        """The first blocks of a sequence are published: they are in use while it runs."""
+        held = sequence.keys[sequence.num_hit_blocks : num_blocks]
+        self.active_keys.update(held)
+        sequence.num_hit_blocks += len(held)
+
+    def decode_stalled(self, sequence: Sequence) -> None:
+        """A decode got no block: it takes one in a later step, perhaps in one that is planned already."""
+        self.delay_growth(sequence)
+        for flight in self.in_flight:
+            flight.blocks += 1
+
+    def refused(self, now: float) -> None:
+        """It took nothing of what was offered: after the first time, leave it alone for a while."""
+        if self.num_refusals:
+            self.admits_after = now + min(_MIN_BACKOFF_S * 2 ** (self.num_refusals - 1), _MAX_BACKOFF_S)
+        self.num_refusals = min(self.num_refusals + 1, _MAX_REFUSALS)
 
     def active_hits(self, keys: Seq[bytes]) -> int:
         """Return how many leading keys are of blocks that are in use for certain."""
@@ -198,6 +270,8 @@ class WorkerState:
         """The worker has let go of a sequence."""
         self.stop(sequence)
         self.sequences.pop(sequence.handle, None)
+        self.suspects.pop(sequence.handle, None)
+        self.owed.pop(sequence.handle, None)
         for key in sequence.keys[: sequence.num_hit_blocks]:
             if self.active_keys[key] == 1:
                 del self.active_keys[key]
