@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from octavo.status import Status
     from octavo.types import (
         Accepted,
+        BatchItem,
         ChatMessage,
         Choice,
         Delta,
@@ -46,6 +47,7 @@ __all__ = [
     "AccessDeniedError",
     "AsyncClient",
     "AsyncStream",
+    "BatchItem",
     "ChatMessage",
     "Choice",
     "Client",

@@ -16,6 +16,7 @@ from octavo.sampling import SamplingParams
 from octavo.status import PoolStatus, QueueStatus, Rates, Status, WorkerStatus
 from octavo.types import (
     Accepted,
+    BatchItem,
     ChatMessage,
     Messages,
     ModelInfo,
@@ -58,6 +59,24 @@ def chat_request(messages: Messages, options: Mapping[str, Any]) -> pb.GenerateR
     request = _request({name: value for name, value in options.items() if name not in own})
     request.chat.CopyFrom(chat(messages, own))
     return request
+
+
+def batch_request(item: Prompt | BatchItem, options: Mapping[str, Any]) -> pb.GenerateRequest:
+    """Return the request for one of a batch.
+
+    Raises:
+        InvalidRequestError: a value is out of range, or, of an item with its own options, unknown or
+            of the wrong type: those come from a file more often than from a program.
+    """
+    if not isinstance(item, BatchItem):
+        return text_request(item, options)
+    options = {**options, **item.options}
+    try:
+        if item.is_chat:
+            return chat_request(cast("Messages", item.input), options)
+        return text_request(cast("Prompt", item.input), options)
+    except (TypeError, AttributeError) as error:
+        raise InvalidRequestError.of_fields(("options", str(error))) from None
 
 
 def chat(messages: Messages, options: Mapping[str, Any]) -> pb.Chat:

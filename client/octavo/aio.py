@@ -20,6 +20,7 @@ from octavo.errors import InvalidRequestError, OctavoError
 from octavo.status import Status
 from octavo.types import (
     Accepted,
+    BatchItem,
     ChatOptions,
     Delta,
     DrainResult,
@@ -174,14 +175,14 @@ class AsyncClient:
         return self._start(_wire.chat_request(messages, options))
 
     async def batch(
-        self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]
+        self, prompts: Iterable[Prompt | BatchItem], **options: Unpack[GenerateOptions]
     ) -> list[GenerateResult | OctavoError]:
         """Return the outcome of each prompt, in order; one that fails has its error there."""
         ends = {index: end async for index, end in self.batch_iter(prompts, **options)}
         return [ends[index] for index in range(len(ends))]
 
     async def batch_iter(
-        self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]
+        self, prompts: Iterable[Prompt | BatchItem], **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[tuple[int, GenerateResult | OctavoError]]:
         """Yield (index of the prompt, outcome) as they come.
 
@@ -202,7 +203,7 @@ class AsyncClient:
             while True:
                 for index, prompt in itertools.islice(rest, _BATCH_WINDOW - len(live)):
                     try:
-                        request = self._core.prepare(_wire.text_request(prompt, paced))
+                        request = self._core.prepare(_wire.batch_request(prompt, paced))
                     except InvalidRequestError as error:
                         ended.put_nowait((index, error))
                         continue

@@ -16,6 +16,7 @@ from octavo.errors import OctavoError
 from octavo.status import Status
 from octavo.types import (
     Accepted,
+    BatchItem,
     ChatOptions,
     Delta,
     DrainResult,
@@ -145,13 +146,13 @@ class Client:
         return self._start(_wire.chat_request(messages, options))
 
     def batch(
-        self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]
+        self, prompts: Iterable[Prompt | BatchItem], **options: Unpack[GenerateOptions]
     ) -> list[GenerateResult | OctavoError]:
         """Return the outcome of each prompt, in order; one that fails has its error there."""
         return self._thread.run(self._aio.batch(prompts, **options))
 
     def batch_iter(
-        self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]
+        self, prompts: Iterable[Prompt | BatchItem], **options: Unpack[GenerateOptions]
     ) -> Iterator[tuple[int, GenerateResult | OctavoError]]:
         """Yield (index of the prompt, outcome) as they come; see `AsyncClient.batch_iter`."""
         return self._iterate(self._aio.batch_iter(prompts, **options))

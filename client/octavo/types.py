@@ -91,6 +91,21 @@ class ChatOptions(GenerateOptions, TemplateOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True)
+class BatchItem:
+    """One request of a batch: its input, and options that override those of the whole batch."""
+
+    input: Prompt | Sequence[ChatMessage | Mapping[str, Any]]
+    """Text or token ids, or a conversation."""
+    options: Mapping[str, Any]
+    """As in `GenerateOptions`, or `ChatOptions` for a conversation."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the input is a conversation."""
+        return not isinstance(self.input, str) and any(not isinstance(part, int) for part in self.input)
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """The service took the request."""
 

@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "worker": ("octavo.cli.services", "run a worker"),
     "generate": ("octavo.cli.generate", "complete a prompt"),
     "chat": ("octavo.cli.chat", "talk to a model"),
+    "batch": ("octavo.cli.batch", "run a file of requests, for throughput"),
     "status": ("octavo.cli.status", "show what a scheduler is doing"),
     "replay": ("octavo.cli.replay", "replay a plan log, and tell why a request waited"),
 }

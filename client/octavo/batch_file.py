@@ -1,0 +1,221 @@
+"""Files of requests and of their outcomes: one JSON object per line.
+
+A request has `prompt` (text or token ids) or `messages`, and any option of `GenerateOptions` beside
+it; or it is a line of the OpenAI batch format, with those in `body`. It may have an `id` (or
+`custom_id`); its line number stands in for one. An outcome carries the id, and a digest of the
+request's line, so that a run that was interrupted goes on where it was and no line is done twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from octavo.errors import InvalidRequestError, OctavoError
+from octavo.types import BatchItem, GenerateResult
+
+PREFIX_CHARS: Final = 256
+"""Prompts that begin with the same so many characters are one group: they share cached blocks."""
+_CHARS_PER_TOKEN: Final = 4
+# Of the OpenAI batch format; they say what the presence of `prompt` or `messages` says already.
+_ENVELOPE: Final = frozenset({"id", "custom_id", "method", "url", "body", "stream", "stream_options"})
+_RENAMED: Final = {"max_completion_tokens": "max_tokens"}
+
+
+class BatchFileError(Exception):
+    """A file cannot be used; the message names it and the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One request of a file. A line that is no request has `error` in place of `item`."""
+
+    number: int
+    """1 is the first line."""
+    request_id: str
+    digest: str
+    item: BatchItem | None
+    error: InvalidRequestError | None
+
+    @property
+    def group(self) -> str:
+        """What the prompt begins with."""
+        return _text(self.item)[:PREFIX_CHARS] if self.item is not None else ""
+
+    @property
+    def size(self) -> int:
+        """About how many tokens the request will take."""
+        if self.item is None:
+            return 0
+        prompt = self.item.input
+        tokens = len(_text(self.item)) // _CHARS_PER_TOKEN
+        if not isinstance(prompt, str) and not self.item.is_chat:
+            tokens = len(prompt)
+        limit = self.item.options.get("max_tokens")
+        return tokens + (limit if isinstance(limit, int) else 0)
+
+
+def read_requests(path: Path) -> list[BatchLine]:
+    """Return the requests of a file, in its order; empty lines are passed over.
+
+    Raises:
+        BatchFileError: the file cannot be read, or two requests have the same id.
+    """
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BatchFileError(f"{path}: {error}") from None
+    lines: list[BatchLine] = []
+    seen: dict[str, int] = {}
+    for number, text in enumerate(content.split("\n"), start=1):
+        if not text.strip():
+            continue
+        line = _parse(number, text)
+        if line.request_id in seen:
+            first = seen[line.request_id]
+            raise BatchFileError(f"{path}: lines {first} and {number} have the same id {line.request_id!r}")
+        seen[line.request_id] = number
+        lines.append(line)
+    return lines
+
+
+def throughput_order(lines: Iterable[BatchLine]) -> list[BatchLine]:
+    """Return requests in the order in which they finish soonest as a whole.
+
+    Those with a common prefix run one after the other, while it is cached. Groups, and requests in a
+    group, come longest first, so that no long one is left to run alone at the end.
+    """
+    groups: dict[str, list[BatchLine]] = {}
+    for line in lines:
+        groups.setdefault(line.group, []).append(line)
+    for members in groups.values():
+        members.sort(key=lambda line: -line.size)
+    ordered = sorted(groups.values(), key=lambda members: -members[0].size)
+    return [line for members in ordered for line in members]
+
+
+class OutcomeFile:
+    """The outcomes so far. Each is on the disk's way when `add` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._finished = self._read()
+        self._file = path.open("a", encoding="utf-8")
+
+    def _read(self) -> dict[str, str]:
+        """Return the digests of requests that have a result, and cut off a last line that is torn."""
+        finished: dict[str, str] = {}
+        try:
+            content = self._path.read_bytes() if self._path.exists() else b""
+        except OSError as error:
+            raise BatchFileError(f"{self._path}: {error}") from None
+        whole = content.rfind(b"\n") + 1
+        for number, line in enumerate(content[:whole].splitlines(), start=1):
+            try:
+                outcome = json.loads(line)
+                if "error" not in outcome:
+                    finished[outcome["id"]] = outcome["digest"]
+            except (ValueError, KeyError, TypeError):
+                raise BatchFileError(f"{self._path}: line {number} is not an outcome of a batch") from None
+        if whole < len(content):
+            os.truncate(self._path, whole)
+        return finished
+
+    def unfinished(self, lines: Iterable[BatchLine]) -> list[BatchLine]:
+        """Return the requests that have no result yet.
+
+        Raises:
+            BatchFileError: a request has changed since its result was written.
+        """
+        rest = []
+        for line in lines:
+            digest = self._finished.get(line.request_id)
+            if digest is None:
+                rest.append(line)
+            elif digest != line.digest:
+                raise BatchFileError(
+                    f"{self._path}: request {line.request_id!r} (line {line.number}) has changed since; "
+                    "write to another file"
+                )
+        return rest
+
+    def add(self, line: BatchLine, outcome: GenerateResult | OctavoError) -> None:
+        """Write an outcome."""
+        record: dict[str, Any] = {"id": line.request_id, "line": line.number, "digest": line.digest}
+        if isinstance(outcome, OctavoError):
+            record["error"] = {"reason": outcome.reason, "message": outcome.message}
+        else:
+            record["choices"] = [
+                {
+                    "index": choice.index,
+                    "text": choice.text,
+                    "finish_reason": choice.finish_reason.name.lower() if choice.finish_reason else None,
+                }
+                for choice in outcome.choices
+            ]
+            record["usage"] = {
+                "prompt_tokens": outcome.usage.prompt_tokens,
+                "completion_tokens": outcome.usage.completion_tokens,
+                "cached_tokens": outcome.usage.cached_tokens,
+            }
+        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _parse(number: int, text: str) -> BatchLine:
+    digest = blake2b(text.strip().encode(), digest_size=8).hexdigest()
+    request_id = str(number)
+    try:
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError("not an object")  # noqa: TRY004 - the same kind of fault as broken JSON
+        request_id = str(fields.get("id", fields.get("custom_id", number)))
+        item, error = _item(number, fields), None
+    except InvalidRequestError as fault:
+        item, error = None, fault
+    except ValueError as fault:
+        item, error = None, InvalidRequestError.of_fields((f"line {number}", f"not a JSON object: {fault}"))
+    return BatchLine(number, request_id, digest, item, error)
+
+
+def _item(number: int, fields: dict[str, Any]) -> BatchItem:
+    body = fields.get("body", {})
+    if not isinstance(body, dict):
+        raise InvalidRequestError.of_fields((f"line {number}: body", "must be an object"))
+    given = {**fields, **body}
+    prompt, messages = given.pop("prompt", None), given.pop("messages", None)
+    if (prompt is None) == (messages is None):
+        raise InvalidRequestError.of_fields((f"line {number}", "must have one of prompt and messages"))
+    name, value = ("prompt", prompt) if messages is None else ("messages", messages)
+    inner = dict if name == "messages" else int
+    if not isinstance(value, list) and (name == "messages" or not isinstance(value, str)):
+        raise InvalidRequestError.of_fields((f"line {number}: {name}", "is of the wrong type"))
+    if isinstance(value, list) and not all(isinstance(part, inner) for part in value):
+        raise InvalidRequestError.of_fields((f"line {number}: {name}", "has an element of the wrong type"))
+    options = {_RENAMED.get(key, key): one for key, one in given.items() if key not in _ENVELOPE}
+    return BatchItem(value, options)
+
+
+def _text(item: BatchItem | None) -> str:
+    """Return a prompt as text, to compare prompts by."""
+    if item is None:
+        return ""
+    if isinstance(item.input, str):
+        return item.input
+    if item.is_chat:
+        return "\n".join(json.dumps(turn, ensure_ascii=False, default=str) for turn in item.input)
+    return " ".join(map(str, item.input))

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from octavo.batch_file import BatchFileError, OutcomeFile, read_requests, throughput_order
+from octavo.protocol.steps import FinishReason
+from octavo.types import Choice, GenerateResult
+
+
+def _file(folder: Path, *lines: object) -> Path:
+    path = folder / "in.jsonl"
+    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def _result(text: str) -> GenerateResult:
+    return GenerateResult("r", (Choice(0, text, (1,), FinishReason.STOP),), seed=1)
+
+
+def test_requests_of_both_formats_are_read_with_their_options(tmp_path: Path) -> None:
+    path = _file(
+        tmp_path,
+        {"prompt": "Hi", "max_tokens": 5},
+        {"id": "b", "prompt": [1, 2]},
+        {
+            "custom_id": "c",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 7},
+        },
+    )
+    first, second, third = read_requests(path)
+    assert first.request_id == "1"
+    assert first.item is not None
+    assert (first.item.input, dict(first.item.options)) == ("Hi", {"max_tokens": 5})
+    assert second.item is not None
+    assert (second.request_id, second.item.input, second.item.is_chat) == ("b", [1, 2], False)
+    assert third.item is not None
+    assert (third.request_id, third.item.is_chat) == ("c", True)
+    assert dict(third.item.options) == {"max_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ('{"prompt": \n', "line 1"),
+        ("[]\n", "not an object"),
+        ("{}\n", "one of prompt and messages"),
+        ('{"prompt": 5}\n', "prompt"),
+        ('{"prompt": ["a"]}\n', "prompt"),
+        ('{"messages": "a"}\n', "messages"),
+        ('{"prompt": "a", "messages": []}\n', "one of prompt and messages"),
+    ],
+)
+def test_requests_with_a_bad_line_keep_the_others_and_name_what_is_wrong(
+    tmp_path: Path, line: str, named: str
+) -> None:
+    bad, good = read_requests(_file(tmp_path, line, {"prompt": "fine"}))
+    assert bad.item is None
+    assert named in str(bad.error)
+    assert good.item is not None
+
+
+def test_requests_with_one_id_twice_are_refused(tmp_path: Path) -> None:
+    path = _file(tmp_path, {"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"})
+    with pytest.raises(BatchFileError, match="lines 1 and 2"):
+        read_requests(path)
+
+
+def test_order_keeps_common_prefixes_together_and_long_ones_first(tmp_path: Path) -> None:
+    system = "You are a helpful assistant. " * 20
+    path = _file(
+        tmp_path,
+        {"id": "short", "prompt": "Hi"},
+        {"id": "a", "prompt": system + "x"},
+        {"id": "long", "prompt": "Tell me " + "more " * 1000},
+        {"id": "b", "prompt": system + "y" * 200},
+    )
+    assert [line.request_id for line in throughput_order(read_requests(path))] == ["long", "b", "a", "short"]
+
+
+def test_outcomes_of_an_interrupted_run_are_not_made_again(tmp_path: Path) -> None:
+    lines = read_requests(_file(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}))
+    path = tmp_path / "out.jsonl"
+    with OutcomeFile(path) as outcomes:
+        assert outcomes.unfinished(lines) == lines
+        outcomes.add(lines[1], _result("B"))
+    with path.open("a") as file:
+        file.write('{"id": "3", "dig')
+    with OutcomeFile(path) as outcomes:
+        assert [line.number for line in outcomes.unfinished(lines)] == [1, 3]
+        outcomes.add(lines[0], _result("A"))
+        outcomes.add(lines[2], _result("C"))
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted((record["line"], record["choices"][0]["text"]) for record in written) == [
+        (1, "A"),
+        (2, "B"),
+        (3, "C"),
+    ]
+
+
+def test_outcomes_of_a_request_that_has_changed_are_not_taken_for_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    before = read_requests(_file(tmp_path, {"id": "q", "prompt": "a"}))
+    with OutcomeFile(path) as outcomes:
+        outcomes.add(before[0], _result("A"))
+    after = read_requests(_file(tmp_path, {"id": "q", "prompt": "b"}))
+    with OutcomeFile(path) as outcomes, pytest.raises(BatchFileError, match=r"'q' \(line 1\) has changed"):
+        outcomes.unfinished(after)
+
+
+def test_outcomes_are_not_appended_to_a_file_of_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("dear diary\n")
+    with pytest.raises(BatchFileError, match="line 1 is not an outcome"):
+        OutcomeFile(path)
+    assert path.read_text() == "dear diary\n"
