@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence as Seq
 
 from octavo.sampling import SamplingParams
+
 from worker_svc.runner.base import ModelRunner, Row, StepBatch, StepResult
 from worker_svc.sequence import Sequence
 
@@ -28,7 +29,11 @@ class Driver:
         self._removed: list[int] = []
 
     def add(
-        self, token_ids: Seq[int], sampling: SamplingParams = GREEDY, prompt_len: int | None = None, choice: int = 0
+        self,
+        token_ids: Seq[int],
+        sampling: SamplingParams = GREEDY,
+        prompt_len: int | None = None,
+        choice: int = 0,
     ) -> Sequence:
         length = len(token_ids) if prompt_len is None else prompt_len
         sequence = Sequence(self._next_handle, list(token_ids), length, sampling, choice)

@@ -7,10 +7,10 @@ from collections.abc import Sequence as Seq
 
 import pytest
 import torch
-from transformers import PreTrainedModel
-
 from octavo.protocol.steps import TokenLogprobs
 from octavo.sampling import SamplingParams
+from transformers import PreTrainedModel
+
 from tests.unit.worker.runner.torch.conftest import LoadFamily, load_folder
 from tests.unit.worker.runner.torch.driver import Driver
 from tests.unit.worker.runner.torch.families import FAMILIES, VOCAB_SIZE, save_model
