@@ -7,6 +7,7 @@ import os
 import struct
 import time
 import zlib
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -21,10 +22,15 @@ DEFAULT_MAX_BYTES: Final = 256 * 2**20
 DEFAULT_FILES: Final = 4
 
 
+@cache
+def _version() -> str:
+    return version("octavo")
+
+
 class PlanLogWriter:
     """Appends entries to `path`.
 
-    A file that would pass `max_bytes` is renamed to `path.1`, that to `path.2` and so on; `files` are
+    A file with `max_bytes` of entries is renamed to `path.1`, that to `path.2` and so on; `files` are
     kept in all. So is one that an earlier scheduler left: nothing is ever appended to it. Files are for
     their owner only, since prompts are in them as token ids. Each entry is handed to the operating
     system at once: when the process dies, however it dies, at most the record being written is torn.
@@ -59,7 +65,7 @@ class PlanLogWriter:
         self._put(MAGIC)
         header = planlog_pb2.PlanLogHeader(
             format_version=FORMAT_VERSION,
-            octavo_version=version("octavo"),
+            octavo_version=_version(),
             core_config_json=core_config_json,
             started_unix_ms=time.time_ns() // 1_000_000,
             sequence=self._sequence,
@@ -67,6 +73,8 @@ class PlanLogWriter:
         )
         self._sequence += 1
         self._write(header.SerializeToString())
+        # A checkpoint alone must not fill a file, or each entry would begin a new one.
+        self._size = 0
 
     def append(self, entry: planlog_pb2.PlanLogEntry) -> None:
         """Write one entry.

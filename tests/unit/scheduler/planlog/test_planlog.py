@@ -1,0 +1,438 @@
+"""A plan log says what the core was told and planned, survives what befalls it, and replays."""
+
+from __future__ import annotations
+
+import gzip
+import inspect
+import io
+import json
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from octavo.cli.main import main
+from octavo.protocol.steps import KEY_BYTES, Geometry, PoolReport, Priority
+from octavo.sampling import SamplingParams
+from octavo.v1 import planlog_pb2
+
+from scheduler_svc.core import CoreConfig, LogEvent, NewRequest, SchedulerCore, StaticConfig, WorkerInfo
+from scheduler_svc.planlog import (
+    PlanLogError,
+    PlanLogReader,
+    PlanLogWriter,
+    RecordingCore,
+    RequestStory,
+    checkpoint,
+    replay,
+)
+from scheduler_svc.planlog.convert import (
+    config_from_json,
+    config_to_json,
+    request_from_proto,
+    request_to_proto,
+    worker_from_proto,
+    worker_to_proto,
+)
+from scheduler_svc.planlog.writer import FRAME, MAGIC
+from scheduler_svc.sim import Cell, SimWorkerConfig, StepTimes
+from scheduler_svc.sim.chaos import CHAOS_CONFIG, Chaos
+
+NOT_LOGGED = {"explain_to", "find", "next_wakeup", "queue_position", "snapshot"}
+"""Methods of the core that decide nothing."""
+
+
+def request(number: int, prompt_tokens: int = 60, max_tokens: int = 20) -> NewRequest:
+    return NewRequest(
+        request_id=f"r{number}",
+        model="sim",
+        prompt_token_ids=tuple(range(prompt_tokens)),
+        sampling=SamplingParams(n=1, seed=number, max_tokens=max_tokens, temperature=0.7),
+    )
+
+
+def record(
+    path: Path,
+    requests: list[NewRequest],
+    *,
+    max_bytes: int = 1 << 30,
+    files: int = 100,
+    num_blocks: int = 16,
+) -> None:
+    """Run requests on one small worker, all of them at once."""
+    worker = SimWorkerConfig(
+        worker_id="w0",
+        step_times=StepTimes.builtin(),
+        num_blocks=num_blocks,
+        max_num_seqs=4,
+        max_model_len=256,
+    )
+    with recording(path, max_bytes=max_bytes, files=files) as core:
+        cell = Cell(core, [worker])
+        for number, spec in enumerate(requests):
+            cell.submit_at(1.0 + number * 1e-3, spec)
+        cell.loop.run(until=60.0)
+
+
+@contextmanager
+def recording(path: Path, config: CoreConfig | None = None, **limits: int) -> Iterator[RecordingCore]:
+    """A core whose log is closed in the end."""
+    core = RecordingCore(config or CoreConfig(), PlanLogWriter(path, **limits))
+    try:
+        yield core
+    finally:
+        core.close()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.log"
+    record(path, [request(number) for number in range(8)])
+    return path
+
+
+# Recording
+
+
+def test_recording_core_logs_every_call_that_decides_something() -> None:
+    calls = {name for name, _ in inspect.getmembers(SchedulerCore, inspect.isfunction) if name[0] != "_"}
+    assert calls - NOT_LOGGED <= set(vars(RecordingCore))
+
+
+def test_recording_changes_nothing_of_what_the_core_does(tmp_path: Path) -> None:
+    with recording(tmp_path / "plan.log", CHAOS_CONFIG) as core:
+        with_log = Chaos(core, seed=5).run(800)
+    without = Chaos(SchedulerCore(CHAOS_CONFIG), seed=5).run(800)
+    assert (with_log.outcomes, with_log.tokens) == (without.outcomes, without.tokens)
+
+
+def test_plan_log_is_for_its_owner_only(log: Path) -> None:
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+
+
+def test_plan_log_of_an_earlier_scheduler_is_kept_aside(log: Path) -> None:
+    before = log.read_bytes()
+    record(log, [request(99)])
+    assert log.with_name("plan.log.1").read_bytes() == before
+    assert replay(log).events["submit"] == 1
+
+
+def test_plan_log_that_rotates_keeps_so_many_files(tmp_path: Path) -> None:
+    path = tmp_path / "plan.log"
+    record(path, [request(number) for number in range(40)], max_bytes=4096, files=3)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["plan.log", "plan.log.1", "plan.log.2"]
+
+
+def test_plan_log_that_cannot_be_written_any_more_ends_and_the_core_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    with recording(folder / "plan.log", max_bytes=1) as core:
+        (folder / "plan.log").unlink()
+        folder.rmdir()
+        events = [effect for effect in core.submit(request(1), 1.0) if isinstance(effect, LogEvent)]
+        assert [event.name for event in events] == ["plan_log_stopped"]
+        assert not [effect for effect in core.submit(request(2), 2.0) if isinstance(effect, LogEvent)]
+        assert core.snapshot(2.0).arrivals == 2
+
+
+def test_plan_log_that_cannot_be_started_is_an_error_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(PlanLogError, match="nowhere"):
+        RecordingCore(CoreConfig(), PlanLogWriter(tmp_path / "nowhere" / "plan.log"))
+
+
+def test_call_that_raises_is_the_last_entry_and_raises_again_in_the_replay(tmp_path: Path) -> None:
+    with recording(tmp_path / "plan.log") as core:
+        core.submit(request(1), 1.0)
+        with pytest.raises(IndexError):
+            core.stop_choice("r1", 7, 2.0)
+    result = replay(tmp_path / "plan.log")
+    assert result.raised is not None
+    assert result.raised.startswith("IndexError")
+    assert not result.differs
+
+
+# Replay
+
+
+@pytest.mark.parametrize("config", [CHAOS_CONFIG, CoreConfig(policy="edf"), CoreConfig(policy="fair")])
+def test_replay_of_a_faulty_run_makes_the_same_plans(tmp_path: Path, config: CoreConfig) -> None:
+    with recording(tmp_path / "plan.log", config, max_bytes=64 << 10, files=1000) as core:
+        steps = Chaos(core, seed=11).run(1000).steps
+    results = [replay(file) for file in tmp_path.iterdir()]
+    assert len(results) > 2
+    assert sum(result.plans for result in results) >= steps
+    assert not any(result.differs for result in results)
+
+
+def test_replay_of_the_static_arm_makes_the_same_plans(tmp_path: Path) -> None:
+    worker = SimWorkerConfig(worker_id="w0", step_times=StepTimes.builtin(), paged=False)
+    with recording(tmp_path / "plan.log", CoreConfig(static=StaticConfig(batch_size=3))) as core:
+        cell = Cell(core, [worker])
+        for number in range(7):
+            cell.submit_at(1.0 + 0.1 * number, request(number, prompt_tokens=10 * number + 1))
+        cell.loop.run(until=60.0)
+    result = replay(tmp_path / "plan.log")
+    assert result.plans > 20
+    assert not result.differs
+
+
+def test_replay_does_not_depend_on_the_order_of_hashes(tmp_path: Path) -> None:
+    path = tmp_path / "plan.log"
+    with recording(path, CHAOS_CONFIG) as core:
+        Chaos(core, seed=2).run(400)
+    for seed in ("1", "2"):
+        done = subprocess.run(  # noqa: S603 # our own command
+            [sys.executable, "-m", "octavo.cli.main", "replay", str(path)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+        )
+        assert b"are the same, byte for byte" in done.stdout
+
+
+def test_replay_of_a_compressed_log_reads_it_as_it_is(log: Path) -> None:
+    zipped = log.with_suffix(".gz")
+    zipped.write_bytes(gzip.compress(log.read_bytes()))
+    assert replay(zipped) == replay(log)
+
+
+@pytest.mark.parametrize("missing", [1, 5, 300])
+def test_replay_of_a_torn_log_goes_as_far_as_it_is_whole(log: Path, missing: int) -> None:
+    data = log.read_bytes()
+    log.write_bytes(data[:-missing])
+    result = replay(log)
+    assert result.plans > 10
+    assert not result.differs
+
+
+def test_replay_of_a_damaged_log_stops_there_and_counts_the_rest(log: Path) -> None:
+    data = bytearray(log.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    log.write_bytes(data)
+    result = replay(log)
+    assert len(data) // 4 < result.torn_bytes < len(data)
+    assert not result.differs
+
+
+def rewritten(path: Path, change: str) -> None:
+    """Change one thing in the middle of a log."""
+    reader = PlanLogReader(path)
+    entries = list(reader)
+    middle = next(entry for entry in entries[len(entries) // 2 :] if entry.plans)
+    if change == "plan":
+        middle.plans[0].plan += b"\x08\x01"
+    elif change == "missing":
+        del middle.plans[:]
+    else:
+        middle.effects_crc ^= 1
+    records = [reader.header.SerializeToString(), *(entry.SerializeToString() for entry in entries)]
+    with path.open("wb") as file:
+        file.write(MAGIC)
+        for data in records:
+            file.write(FRAME.pack(len(data), zlib.crc32(data)) + data)
+
+
+def test_replay_finds_the_one_plan_that_differs(log: Path) -> None:
+    rewritten(log, "plan")
+    (mismatch,) = replay(log).mismatches
+    assert mismatch.logged is not None
+    assert mismatch.replayed is not None
+    assert (mismatch.worker_id, mismatch.logged.step) == ("w0", 1)
+
+
+def test_replay_finds_the_plan_that_was_not_sent_then(log: Path) -> None:
+    rewritten(log, "missing")
+    (mismatch,) = replay(log).mismatches
+    assert mismatch.logged is None
+    assert mismatch.replayed is not None
+
+
+def test_replay_finds_other_effects_that_differ(log: Path) -> None:
+    rewritten(log, "crc")
+    result = replay(log)
+    assert (result.mismatches, result.effect_mismatches) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no plan log at all", MAGIC, MAGIC + b"\x00" * 8, MAGIC + b"\xff" * 40]
+)
+def test_file_that_is_no_plan_log_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "plan.log"
+    path.write_bytes(content)
+    with pytest.raises(PlanLogError, match=r"plan\.log"):
+        replay(path)
+
+
+def test_log_of_another_format_is_refused(tmp_path: Path) -> None:
+    header = planlog_pb2.PlanLogHeader(format_version=99).SerializeToString()
+    path = tmp_path / "plan.log"
+    path.write_bytes(MAGIC + FRAME.pack(len(header), zlib.crc32(header)) + header)
+    with pytest.raises(PlanLogError, match="format 99"):
+        replay(path)
+
+
+# Checkpoints
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, ("false",)
+
+
+def test_checkpoint_that_names_anything_else_is_refused_unread() -> None:
+    with pytest.raises(checkpoint.CheckpointError, match="system"):
+        checkpoint.load(pickle.dumps(Evil()))
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", pickle.dumps({}), pickle.dumps([1, 2])[:-3]])
+def test_checkpoint_that_is_damaged_is_refused(data: bytes) -> None:
+    with pytest.raises(checkpoint.CheckpointError):
+        checkpoint.load(data)
+
+
+# Conversion
+
+u32 = st.integers(0, 2**32 - 1)
+key = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
+keys = st.lists(key, max_size=3).map(tuple)
+tokens = st.lists(u32, max_size=5).map(tuple)
+moment = st.none() | st.floats(allow_nan=False)
+name = st.text(max_size=8)
+requests = st.builds(
+    NewRequest,
+    request_id=name,
+    model=name,
+    prompt_token_ids=tokens,
+    sampling=st.builds(SamplingParams, n=st.integers(1, 4), seed=u32, max_tokens=st.integers(1, 99)),
+    priority=st.sampled_from(Priority),
+    tenant=name,
+    prompt_keys=keys,
+    root_key=st.binary(max_size=16),
+    queue_deadline=moment,
+    ttft_deadline=moment,
+    deadline=moment,
+    resumed=st.dictionaries(st.integers(0, 3), tokens, max_size=3),
+    paced=st.booleans(),
+    adapter=st.none() | name,
+)
+pools = st.builds(PoolReport, free=u32, evictable=u32, active=u32)
+workers = st.builds(
+    WorkerInfo,
+    worker_id=name,
+    incarnation=name,
+    model=name,
+    geometry=st.builds(Geometry, block_size=st.integers(1, 64), num_blocks=st.integers(1, 999)),
+    max_num_seqs=u32,
+    max_num_batched_tokens=u32,
+    max_model_len=u32,
+    pool=pools,
+    device_keys=keys,
+    host_keys=keys,
+)
+
+
+@given(requests)
+def test_request_comes_back_from_protobuf_as_it_was(spec: NewRequest) -> None:
+    sent = request_to_proto(spec).SerializeToString()
+    assert request_from_proto(planlog_pb2.SubmitEvent.FromString(sent)) == spec
+
+
+@given(workers)
+def test_worker_comes_back_from_protobuf_as_it_was(info: WorkerInfo) -> None:
+    sent = worker_to_proto(info).SerializeToString()
+    assert worker_from_proto(planlog_pb2.WorkerUpEvent.FromString(sent)) == info
+
+
+def test_settings_come_back_from_json_as_they_were() -> None:
+    config = CoreConfig(
+        policy="fair",
+        static=StaticConfig(bucket_bounds=(8, 16)),
+        aging_s={Priority.INTERACTIVE: 0.1, Priority.STANDARD: 0.2, Priority.BATCH: 0.3},
+        tenant_weights={"a": 2.5},
+    )
+    assert config_from_json(config_to_json(config)) == config
+
+
+# Why a request waited
+
+
+def test_story_of_a_request_that_lacked_blocks_says_how_many(tmp_path: Path) -> None:
+    path = tmp_path / "plan.log"
+    record(path, [request(0, 150, 60), request(1, 100, 20)])
+    story = RequestStory("r1")
+    replay(path, story)
+    what = [line.what for line in story.lines]
+    assert what == ["accepted", "waits", "admitted", "first token", "finished"]
+    waited = story.lines[1]
+    assert (waited.reason, waited.plans > 10) == ("blocks", True)
+    assert "needs 7 blocks" in waited.why
+    assert story.waited_s == pytest.approx(waited.until_s, abs=0.2)
+
+
+def test_story_of_a_request_far_behind_says_who_stopped_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.log"
+    record(path, [request(number, 16, 40) for number in range(30)], num_blocks=100)
+    story = RequestStory("r29")
+    replay(path, story)
+    behind = [line for line in story.lines if line.reason == "behind"]
+    assert "wait ahead; the plan stopped at r" in behind[0].why
+    assert "no place: 4 of 4 sequences run" in behind[0].why
+
+
+def test_story_of_a_request_without_workers_says_so(tmp_path: Path) -> None:
+    with recording(tmp_path / "plan.log") as core:
+        core.submit(request(1), 1.0)
+        core.tick(2.0)
+    story = RequestStory("r1")
+    replay(tmp_path / "plan.log", story)
+    assert [line.reason for line in story.lines] == ["", "no_worker"]
+    assert story.waited_s is None
+
+
+# octavo replay
+
+
+def test_replay_command_of_a_good_log_says_so(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(log)]) == 0
+    shown = capsys.readouterr().out
+    assert "8 submit" in shown
+    assert "are the same, byte for byte" in shown
+    assert "LONGEST WAITS" in shown
+
+
+def test_replay_command_of_a_log_that_differs_fails_and_names_the_step(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewritten(log, "plan")
+    assert main(["replay", str(log)]) == 1
+    assert "w0: step 1 differs" in capsys.readouterr().out
+
+
+def test_replay_command_explains_one_request(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(log), "--explain", "r7"]) == 0
+    shown = capsys.readouterr().out
+    assert "no place: 4 of 4 sequences run" in shown
+    assert "finished" in shown
+
+
+def test_replay_command_prints_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(log), "--json", "--explain", "r7"]) == 0
+    shown = json.load(io.StringIO(capsys.readouterr().out))
+    assert shown["mismatches"] == []
+    assert shown["story"][0]["what"] == "accepted"
+
+
+@pytest.mark.parametrize("arguments", [["nowhere.log"], ["{log}", "--explain", "r99"]])
+def test_replay_command_without_such_a_thing_is_an_error_in_one_line(
+    log: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", *(argument.format(log=log) for argument in arguments)]) == 2
+    assert capsys.readouterr().err.startswith("octavo: error: ")
