@@ -135,12 +135,13 @@ def test_plan_log_that_cannot_be_written_any_more_ends_and_the_core_goes_on(tmp_
     folder = tmp_path / "logs"
     folder.mkdir()
     with recording(folder / "plan.log", max_bytes=1) as core:
+        core.submit(request(1), 1.0)
         (folder / "plan.log").unlink()
         folder.rmdir()
-        events = [effect for effect in core.submit(request(1), 1.0) if isinstance(effect, LogEvent)]
+        events = [effect for effect in core.submit(request(2), 2.0) if isinstance(effect, LogEvent)]
         assert [event.name for event in events] == ["plan_log_stopped"]
-        assert not [effect for effect in core.submit(request(2), 2.0) if isinstance(effect, LogEvent)]
-        assert core.snapshot(2.0).arrivals == 2
+        assert not [effect for effect in core.submit(request(3), 3.0) if isinstance(effect, LogEvent)]
+        assert core.snapshot(3.0).arrivals == 3
 
 
 def test_plan_log_that_cannot_be_started_is_an_error_with_its_path(tmp_path: Path) -> None:
