@@ -8,10 +8,10 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import structlog
-from prometheus_client import start_http_server
+from prometheus_client import disable_created_metrics, start_http_server
 
 from scheduler_svc import logs
 from scheduler_svc.accounts import Accounts
@@ -26,6 +26,7 @@ from scheduler_svc.metrics import Metrics
 from scheduler_svc.models import ModelRegistry
 from scheduler_svc.operations import PinService, StatusService
 from scheduler_svc.pins import PinBoard
+from scheduler_svc.planlog import PlanLogError, PlanLogWriter, RecordingCore
 from scheduler_svc.server import AddressTaken, SchedulerServer, Services, SessionService, check_address
 from scheduler_svc.session import SessionLimits
 from scheduler_svc.status import StatusBoard
@@ -47,171 +48,193 @@ def run(settings: SchedulerSettings) -> int:
     """Serve until told to stop; return the exit code."""
     logs.configure(settings.log_format, settings.log_level)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped library
     try:
-        return asyncio.run(SchedulerProcess(settings).serve())
+        return asyncio.run(_run(settings))
     except AddressTaken as error:
         log.error("scheduler_cannot_start", reason="ADDRESS_TAKEN", problem=str(error))  # noqa: TRY400 - no bug
         return EXIT_ADDRESS_TAKEN
+    except PlanLogError as error:
+        log.error("scheduler_cannot_start", reason="PLAN_LOG_UNWRITABLE", problem=str(error))  # noqa: TRY400 - no bug
+        return EXIT_FAILED
+
+
+async def _run(settings: SchedulerSettings) -> int:
+    """Serve; the first signal drains, the second exits at once."""
+    process = SchedulerProcess(settings)
+
+    def on_signal(number: signal.Signals) -> None:
+        if process.stopping:
+            os._exit(128 + number)
+        process.stop(number.name, settings.drain_grace_s)
+
+    for number in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    return await process.serve()
+
+
+def _make_core(settings: SchedulerSettings) -> SchedulerCore:
+    """Return the core, one that keeps a plan log if that is wanted."""
+    config = settings.core_config()
+    if settings.plan_log is None:
+        return SchedulerCore(config)
+    max_bytes = settings.plan_log_max_mib << 20
+    return RecordingCore(
+        config, PlanLogWriter(settings.plan_log, max_bytes=max_bytes, files=settings.plan_log_files)
+    )
 
 
 class SchedulerProcess:
-    """Everything of one scheduler, wired together. Made and used inside an event loop."""
+    """Everything of one scheduler, wired together. Made inside of an event loop."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        self._settings = settings
         self.scheduler_id = settings.scheduler_id or f"scheduler-{uuid.uuid4().hex[:12]}"
-        self.port = 0
-        self.metrics_port: int | None = None
-        self._drain_grace_s: float | None = settings.drain_grace_s
+        self.metrics = Metrics()
+        self.accounts = Accounts(self.metrics, asyncio.get_running_loop().time)
+        self.driver = Driver(_make_core(settings), self.accounts, self.metrics)
+        self.pool = TokenizerPool(settings.tokenizer_processes, settings.tokenizer_timeout_s)
+        self.models = ModelRegistry(self.pool)
+        self._settings = settings
+        self._stop: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        self._stop_cause = ""
+        self._tasks: set[asyncio.Task[None]] = set()
+        pins = PinBoard()
+        board = StatusBoard(
+            self.scheduler_id,
+            self.driver,
+            self.accounts,
+            lambda: [link.status for link in self.fleet],
+            settings.price_per_gpu_hour,
+        )
+        self.fleet = Fleet(
+            settings.workers,
+            LinkContext(
+                scheduler_id=self.scheduler_id,
+                window=settings.window,
+                epochs=Epochs(),
+                driver=self.driver,
+                models=self.models,
+                on_change=self._workers_changed,
+                on_ready=pins.welcome,
+                on_step=board.step,
+            ),
+        )
+        self._server, self._sessions = self._make_server(board, pins)
 
-    async def serve(self) -> int:
+    @property
+    def stopping(self) -> bool:
+        """Whether the process is on its way to its end."""
+        return self._stop.done()
+
+    def stop(self, cause: str, grace_s: float | None) -> None:
+        """Begin to end: refuse new requests, and give those here this long, or as long as they take."""
+        if not self._stop.done():
+            self._stop_cause = cause
+            self._stop.set_result(grace_s)
+
+    async def serve(self, listening: asyncio.Future[int] | None = None) -> int:
         """Run from start to end and return the exit code.
+
+        Args:
+            listening: is given the port once there is one.
 
         Raises:
             AddressTaken: a port cannot be had.
         """
-        self._stop = asyncio.get_running_loop().create_future()
-        self._watch_signals()
-        self._build()
         settings = self._settings
-        close_metrics = self._serve_metrics()
-        self.port = await self._server.start(settings.host, settings.port)
-        self._pool.start()
-        self._fleet.start()
-        driving = asyncio.create_task(self._driver.run())
+        metrics_port, close_metrics = self._serve_metrics()
+        port = await self._server.start(settings.host, settings.port)
+        self.pool.start()
+        self.fleet.start()
+        driving = asyncio.create_task(self.driver.run())
         log.info(
             "scheduler_listening",
             scheduler_id=self.scheduler_id,
-            port=self.port,
-            metrics_port=self.metrics_port,
+            port=port,
+            metrics_port=metrics_port,
             workers=settings.workers,
         )
+        if listening is not None:
+            listening.set_result(port)
         try:
-            await asyncio.wait([driving, self._stop], return_when=asyncio.FIRST_COMPLETED)
+            awaited: set[asyncio.Future[Any]] = {driving, self._stop}
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if driving.done():
                 log.critical("driver_died", exc_info=driving.exception())
                 return EXIT_FAILED
-            await self._drain()
+            await self._drain(self._stop.result())
         finally:
             await self._server.stop(_CLOSE_S)
-            await self._fleet.close()
-            await self._pool.close()
+            await self.fleet.close()
+            await self.pool.close()
             driving.cancel()
             close_metrics()
         log.info("scheduler_stopped", scheduler_id=self.scheduler_id)
         return 0
 
-    def begin_drain(self, grace_s: float | None) -> None:
-        """Begin to end: refuse new requests, and give those here this long, or as long as they take."""
-        if not self._stop.done():
-            self._drain_grace_s = grace_s
-            self._stop.set_result("Drain")
-
     # Inside --------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
-        settings = self._settings
-        clock = asyncio.get_running_loop().time
-        metrics = Metrics()
-        accounts = Accounts(metrics, clock)
-        self._driver = driver = Driver(SchedulerCore(settings.core_config()), accounts, metrics)
-        self._pool = pool = TokenizerPool(settings.tokenizer_processes, settings.tokenizer_timeout_s)
-        models = ModelRegistry(pool)
-        pins = PinBoard()
-        board = StatusBoard(
-            self.scheduler_id,
-            driver,
-            accounts,
-            lambda: [link.status for link in self._fleet],
-            settings.price_per_gpu_hour,
-        )
-        context = LinkContext(
-            scheduler_id=self.scheduler_id,
-            window=settings.window,
-            epochs=Epochs(),
-            driver=driver,
-            models=models,
-            worker_ids={},
-            on_change=self._workers_changed,
-            on_ready=pins.welcome,
-            on_step=board.step,
-        )
-        self._fleet = fleet = Fleet(settings.workers, context)
+    def _make_server(self, board: StatusBoard, pins: PinBoard) -> tuple[SchedulerServer, SessionService]:
+        settings, driver, models, pool = self._settings, self.driver, self.models, self.pool
         admission = Admission(models, pool, settings)
-        intake = Intake(admission, driver, accounts)
+        intake = Intake(admission, driver, self.accounts)
         limits = SessionLimits(
             settings.max_backlog_bytes,
             settings.max_session_requests,
-            lambda: sum(worker.max_num_seqs for worker in driver.snapshot().workers),
+            seats=lambda: sum(worker.max_num_seqs for worker in driver.snapshot().workers),
         )
-        self._sessions = SessionService(intake, driver, limits)
-        self._server = SchedulerServer(
-            Services(
-                GenerationService(intake, driver, models, pool, settings.max_backlog_bytes),
-                self._sessions,
-                StatusService(
-                    board,
-                    fleet,
-                    driver,
-                    begin_drain=self.begin_drain,
-                    faults_enabled=settings.enable_faults,
-                ),
-                PinService(pins, fleet, models, pool, admission),
-            ),
-            settings.max_streams,
+        sessions = SessionService(intake, driver, limits)
+        status = StatusService(
+            board,
+            self.fleet,
+            driver,
+            begin_drain=lambda grace_s: self.stop("Drain", grace_s),
+            faults_enabled=settings.enable_faults,
         )
-        self._metrics = metrics
-        self._tasks: set[asyncio.Task[None]] = set()
+        services = Services(
+            GenerationService(intake, driver, models, pool, settings.max_backlog_bytes),
+            sessions,
+            status,
+            PinService(pins, self.fleet, models, pool, admission),
+        )
+        return SchedulerServer(services, settings.max_streams), sessions
 
     def _workers_changed(self) -> None:
         """A worker has come or gone."""
         self._sessions.top_up()
-        serving = self._fleet.num_ready > 0 and not self._stop.done()
+        serving = self.fleet.num_ready > 0 and not self.stopping
         task = asyncio.create_task(self._server.set_serving(serving=serving))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _drain(self) -> None:
-        log.info("draining", cause=self._stop.result(), grace_s=self._drain_grace_s)
+    async def _drain(self, grace_s: float | None) -> None:
+        log.info("draining", cause=self._stop_cause, grace_s=grace_s)
         await self._server.set_serving(serving=False)
-        self._driver.drain()
+        self.driver.drain()
         try:
-            async with asyncio.timeout(self._drain_grace_s):
-                await self._driver.wait_idle()
+            async with asyncio.timeout(grace_s):
+                await self.driver.wait_idle()
         except TimeoutError:
-            log.warning("drain_grace_over", live_requests=self._driver.snapshot().live_requests)
+            log.warning("drain_grace_over", live_requests=self.accounts.live)
 
-    def _serve_metrics(self) -> Callable[[], None]:
-        """Serve metrics over HTTP, from a thread of its own; return what ends it."""
+    def _serve_metrics(self) -> tuple[int | None, Callable[[], None]]:
+        """Serve metrics over HTTP, from a thread of its own; return the port, and what ends it."""
         settings = self._settings
         if settings.metrics_port is None:
-            return lambda: None
+            return None, lambda: None
         check_address(settings.host, settings.metrics_port)
         loop = asyncio.get_running_loop()
 
         async def snapshot() -> CoreSnapshot:
-            return self._driver.snapshot()
+            return self.driver.snapshot()
 
-        self._metrics.watch(
+        self.metrics.watch(
             lambda: asyncio.run_coroutine_threadsafe(snapshot(), loop).result(_SCRAPE_TIMEOUT_S)
         )
-        server, _ = start_http_server(settings.metrics_port, settings.host, self._metrics.registry)
-        self.metrics_port = server.server_port
+        server, _ = start_http_server(settings.metrics_port, settings.host, self.metrics.registry)
 
         def close() -> None:
             server.shutdown()
             server.server_close()
 
-        return close
-
-    def _watch_signals(self) -> None:
-        """The first signal drains, the second exits at once."""
-        loop = asyncio.get_running_loop()
-
-        def on_signal(number: signal.Signals) -> None:
-            if self._stop.done():
-                os._exit(128 + number)
-            self._stop.set_result(number.name)
-
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, on_signal, number)
+        return server.server_port, close

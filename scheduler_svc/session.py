@@ -178,5 +178,6 @@ class Session:
     def _drop(self, request: asyncio.Task[LiveRequest] | LiveRequest) -> None:
         if isinstance(request, LiveRequest):
             self._driver.cancel(request)
-        else:
-            request.cancel()
+        elif not request.cancel() and not request.cancelled() and request.exception() is None:
+            # Its admission is over, but `_started` has not run yet.
+            self._driver.cancel(request.result())

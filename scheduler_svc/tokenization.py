@@ -106,6 +106,15 @@ class Encoded:
     pieces: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A job that failed, and why. `field` is None when it is not the input's fault."""
+
+    problem: str
+    field: str | None = None
+    reason: str = "INTERNAL"
+
+
 class TextModel:
     """A model's tokenizer and template, loaded.
 

@@ -12,24 +12,14 @@ import resource
 import signal
 import struct
 import sys
-from dataclasses import dataclass
 from typing import IO, Final
 
 from scheduler_svc.chat import InputError
-from scheduler_svc.tokenization import Job, TextModel, TextSpec
+from scheduler_svc.tokenization import Failure, Job, TextModel, TextSpec
 
 HEADER: Final = struct.Struct("<Q")
 # A template can ask for any amount of memory; a large prompt needs far less than this.
 _MAX_ADDRESS_SPACE: Final = 16 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A job that failed, and why. `field` is None when it is not the input's fault."""
-
-    problem: str
-    field: str | None = None
-    reason: str = "INTERNAL"
 
 
 _NOT_LOADED: Final = Failure("its process ended while it loaded the tokenizer")

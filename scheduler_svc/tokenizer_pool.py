@@ -25,12 +25,13 @@ from scheduler_svc.tokenization import (
     EncodeChat,
     Encoded,
     EncodeText,
+    Failure,
     Job,
     MakeTable,
     TakeTokens,
     TextSpec,
 )
-from scheduler_svc.tokenizer_child import HEADER, Failure
+from scheduler_svc.tokenizer_child import HEADER
 
 _log = structlog.get_logger()
 
@@ -237,5 +238,8 @@ class TokenizerPool:
                 self._enqueue(ticket)
                 return
             result = Failure("its process crashed on this input")
+        except Exception as error:  # noqa: BLE001 - logged; the next job must not suffer
+            _log.exception("tokenizer_failed", model=ticket.job.model)
+            result = Failure(repr(error))
         if not ticket.done.done():
             ticket.done.set_result(result)

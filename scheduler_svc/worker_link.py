@@ -7,7 +7,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, cast
 
 import grpc
@@ -83,12 +83,12 @@ class LinkContext:
     epochs: Epochs
     driver: Driver
     models: ModelRegistry
-    worker_ids: dict[str, WorkerLink]
-    """Who is attached, so that one worker behind two addresses is attached once."""
     on_change: Callable[[], None]
     """Called when a worker has become ready, or is no more."""
     on_ready: Callable[[WorkerLink], None]
     on_step: Callable[[str, StepTiming], None]
+    worker_ids: dict[str, WorkerLink] = field(default_factory=dict)
+    """Who is attached, so that one worker behind two addresses is attached once."""
 
 
 class WorkerLink:

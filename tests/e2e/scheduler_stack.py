@@ -1,0 +1,250 @@
+"""A scheduler and real workers in this process: real ports, engines and pools, and a model that repeats.
+
+The model says its prompt again and then ends, so that a test can make it say anything; a test can also
+hold its steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+from octavo.protocol.steps import TokenLogprobs
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import generation_pb2_grpc, operations_pb2, operations_pb2_grpc
+
+from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.main import SchedulerProcess
+from worker_svc.config import WorkerSettings
+from worker_svc.describe import describe
+from worker_svc.load import build
+from worker_svc.loop import EngineLoop
+from worker_svc.metrics import Metrics
+from worker_svc.runner.base import ModelInfo, StepBatch, StepResult
+from worker_svc.runner.sim import SimRunner, built_in_model
+from worker_svc.runner.steptime import StepTimes
+from worker_svc.server import Business, WorkerServer, WorkerService
+from worker_svc.session import Sessions, Terms
+
+WAIT_S = 30.0
+EOS = 2
+
+
+class Gate:
+    """Stands in for the time that a step takes: none, or until the test lets the step go."""
+
+    def __init__(self) -> None:
+        self._steps = threading.Semaphore(0)
+        self._closed = False
+
+    def __call__(self, seconds: float) -> None:
+        if self._closed:
+            assert self._steps.acquire(timeout=WAIT_S)
+
+    def close(self) -> None:
+        """From now on steps wait."""
+        self._closed = True
+
+    def let_go(self, steps: int = 1) -> None:
+        """Let this many steps go."""
+        self._steps.release(steps)
+
+    def open(self) -> None:
+        """Steps wait no more."""
+        self._closed = False
+        self._steps.release(10_000)
+
+
+class EchoRunner(SimRunner):
+    """Says the prompt again, token by token, and then the end-of-sequence token."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        self._sleep(0)
+        token_ids: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        for row in batch.rows:
+            if row.sample:
+                sequence = row.sequence
+                output = row.start + row.num_tokens - sequence.prompt_len
+                token_id = sequence.token_ids[output] if output < sequence.prompt_len else EOS
+                if sequence.sampling.ignore_eos and token_id == EOS:
+                    token_id = sequence.token_ids[output % sequence.prompt_len]
+                token_ids[sequence.handle] = token_id
+                if sequence.sampling.logprobs is not None:
+                    logprobs[sequence.handle] = TokenLogprobs(token_id, -0.5, 1, (token_id,), (-0.5,))
+        return StepResult(token_ids, logprobs)
+
+    def supports(self, sampling: Any) -> str | None:
+        return "structured output: an echo follows no grammar" if sampling.structured is not None else None
+
+
+@dataclass
+class Worker:
+    """A worker in this process."""
+
+    worker_id: str
+    address: str
+    gate: Gate
+    loop: EngineLoop
+    num_blocks: int
+    server: WorkerServer
+
+    async def pool(self) -> Any:
+        """The pool's figures of the moment."""
+        return await self.loop.call(lambda engine: engine.pool_report())
+
+    async def is_empty(self) -> bool:
+        """Whether no sequence and no block is in use."""
+        live = await self.loop.call(lambda engine: engine.num_live)
+        return live == 0 and (await self.pool()).active == 0
+
+    async def stop(self) -> None:
+        """End it as a process would end: its streams break."""
+        self.gate.open()
+        await self.server.stop(0)
+        assert self.loop.stop(WAIT_S)
+
+
+async def start_worker(
+    worker_id: str = "w1", *, port: int = 0, info: ModelInfo | None = None, **flags: object
+) -> Worker:
+    """Start a worker."""
+    given = {"runner": "sim", "num_blocks": 256, "max_model_len": 1024, "max_num_seqs": 16, **flags}
+    settings = WorkerSettings.load({"check_integrity": True, "enable_faults": True, **given})
+    gate = Gate()
+    model = info or replace(built_in_model(), model_id="echo")
+    loop = EngineLoop(lambda: build(settings, EchoRunner(model, StepTimes(), sleep=gate)))
+    loop.start()
+    loaded = await loop.ready
+    terms = Terms(
+        worker_id=worker_id,
+        incarnation=f"{worker_id}-{id(loop)}",
+        sizing=loaded.sizing,
+        vocab_size=loaded.info.vocab_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        simulated=True,
+    )
+    sessions = Sessions(terms, loop, Metrics(), loaded.faults)
+    service = WorkerService()
+    service.open(Business(describe(loaded.info, terms), sessions, loaded.faults))
+    server = WorkerServer(service)
+    bound = await server.start("127.0.0.1", port)
+    await server.set_serving(serving=True)
+    num_blocks = loaded.sizing.geometry.num_blocks
+    return Worker(worker_id, f"127.0.0.1:{bound}", gate, loop, num_blocks, server)
+
+
+class Stack:
+    """A scheduler in this process, and channels to it."""
+
+    def __init__(self, process: SchedulerProcess, port: int, channel: grpc.aio.Channel) -> None:
+        self.process = process
+        self.port = port
+        self.channel = channel
+        self.generation = cast(
+            "generation_pb2_grpc.GenerationAsyncStub", generation_pb2_grpc.GenerationStub(channel)
+        )
+        self.operations = cast(
+            "operations_pb2_grpc.OperationsAsyncStub", operations_pb2_grpc.OperationsStub(channel)
+        )
+
+    async def status(self) -> operations_pb2.Status:
+        """The status of the moment; its accounts have to close."""
+        response = await self.operations.GetStatus(operations_pb2.GetStatusRequest())
+        status = response.status
+        assert status.arrivals == sum(status.outcomes.values()) + status.live_requests
+        return status
+
+    async def wait_ready(self, workers: int = 1) -> None:
+        """Wait until this many workers are attached."""
+        await until(lambda: self.process.fleet.num_ready >= workers)
+
+    async def generate(self, **fields: Any) -> Output:
+        """Run one request over its own call and return all of it."""
+        output = Output()
+        async for event in self.generation.Generate(pb.GenerateRequest(**fields), timeout=WAIT_S):
+            output.take(event)
+        return output
+
+
+class Output:
+    """What one request has said, by choice."""
+
+    def __init__(self) -> None:
+        self.accepted: pb.Accepted | None = None
+        self.text: dict[int, str] = {}
+        self.token_ids: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[Any]] = {}
+        self.finished: dict[int, pb.Finished] = {}
+        self.deltas: list[str] = []
+
+    def take(self, event: Any) -> None:
+        match event.WhichOneof("event"):
+            case "accepted":
+                assert self.accepted is None
+                self.accepted = event.accepted
+            case "delta":
+                delta = event.delta
+                assert delta.choice not in self.finished
+                self.deltas.append(delta.text)
+                self.text[delta.choice] = self.text.get(delta.choice, "") + delta.text
+                self.token_ids.setdefault(delta.choice, []).extend(delta.token_ids)
+                self.logprobs.setdefault(delta.choice, []).extend(delta.logprobs)
+            case "finished":
+                assert event.finished.choice not in self.finished
+                self.finished[event.finished.choice] = event.finished
+
+
+async def until(condition: Any, what: str = "condition") -> None:
+    """Wait until a condition holds, which may be asynchronous."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            value = condition()
+            if asyncio.iscoroutine(value):
+                value = await value
+            if value:
+                return
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def scheduler(*workers: str, **flags: object) -> AsyncIterator[Stack]:
+    """Run a scheduler for these workers."""
+    settings = SchedulerSettings.load(
+        {"listen": "127.0.0.1:0", "metrics_port": None, "workers": workers, **flags}
+    )
+    process = SchedulerProcess(settings)
+    listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(process.serve(listening))
+    await asyncio.wait({listening, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        serving.result()
+    port = listening.result()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Stack(process, port, channel)
+    finally:
+        process.stop("test", 0.0)
+        async with asyncio.timeout(WAIT_S):
+            assert await serving == 0
+
+
+@asynccontextmanager
+async def one_worker(
+    worker_flags: dict[str, Any] | None = None, **flags: object
+) -> AsyncIterator[tuple[Stack, Worker]]:
+    """Run a scheduler and one worker, attached."""
+    worker = await start_worker(**(worker_flags or {}))
+    try:
+        async with scheduler(worker.address, **flags) as stack:
+            await stack.wait_ready()
+            yield stack, worker
+    finally:
+        await worker.stop()
