@@ -14,7 +14,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from octavo.protocol.keys import chain
-from octavo.protocol.transport import CLIENT_OPTIONS
+from octavo.protocol.transport import CLIENT_OPTIONS, PING_INTERVAL_MS
 from octavo.v1 import common_pb2, operations_pb2, worker_pb2_grpc
 from octavo.v1 import worker_pb2 as pb
 
@@ -26,7 +26,7 @@ from worker_svc.metrics import Metrics
 from worker_svc.runner.sim import SimRunner, built_in_model
 from worker_svc.runner.steptime import StepTimes
 from worker_svc.server import Business, WorkerServer, WorkerService
-from worker_svc.session import Sessions, Terms
+from worker_svc.session import Session, Sessions, Terms
 
 WAIT_S = 20.0
 NUM_BLOCKS = 64
@@ -512,6 +512,76 @@ async def test_fault_lost_report_is_the_only_one_missing(faulty_worker: Worker) 
         await inject(scheduler, operations_pb2.FAULT_KIND_LOST_REPORT)
         await scheduler.plan()
         assert (await scheduler.run()).step == 2
+
+
+class FreezingProxy:
+    """A network that can go silent without closing anything."""
+
+    def __init__(self, address: str) -> None:
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def freeze(self) -> None:
+        self._thawed.clear()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        yield "{}:{}".format(*server.sockets[0].getsockname())
+        for task in self._tasks:
+            task.cancel()
+        server.close()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection(self._host, self._port)
+        for source, sink in ((reader, there[1]), (there[0], writer)):
+            task = asyncio.create_task(self._pump(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                await self._thawed.wait()
+                sink.write(data)
+        finally:
+            sink.close()
+
+
+async def test_half_open_stream_is_found_and_makes_room_for_another(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = asyncio.Event()
+    close = worker.sessions.close
+
+    def noted(session: Session) -> None:
+        close(session)
+        closed.set()
+
+    monkeypatch.setattr(worker.sessions, "close", noted)
+    proxy = FreezingProxy(worker.address)
+    async with proxy.listening() as address:
+        silent = Worker(address, worker.gate, worker.sessions, worker.loop)
+        async with silent.attach() as scheduler:
+            await scheduler.run(admit=[admit(1)], prefill_handles=[1], prefill_tokens=[512])
+            proxy.freeze()
+            async with asyncio.timeout(WAIT_S):
+                await closed.wait()
+            assert await worker.quiet() == (0, 0)
+            with pytest.raises((grpc.aio.AioRpcError, EOFError)):
+                await scheduler.read()
+
+
+async def test_idle_stream_outlives_many_pings(worker: Worker) -> None:
+    async with worker.attach() as scheduler:
+        report = asyncio.create_task(scheduler.report())
+        done, _ = await asyncio.wait({report}, timeout=6 * PING_INTERVAL_MS / 1000)
+        assert not done
+        await scheduler.plan()
+        assert (await report).status == pb.STEP_STATUS_OK
 
 
 async def test_worker_that_loads_answers_unavailable_and_not_serving() -> None:

@@ -14,6 +14,8 @@ MAX_MESSAGE_BYTES: Final = 256 * 2**20
 PING_INTERVAL_MS: Final = 1_000
 PING_TIMEOUT_MS: Final = 3_000
 """A process starved of CPU for less than this is not taken for dead."""
+WINDOW_BYTES: Final = 4 * 2**20
+"""What may be under way in one direction."""
 
 Options = tuple[tuple[str, int], ...]
 
@@ -24,6 +26,11 @@ _BOTH: Final[Options] = (
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # A keepalive that finds another ping under way waits for that one, by default for a minute.
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+    # Bandwidth probes are such pings. A wide window from the start does without them.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
 )
 CLIENT_OPTIONS: Final[Options] = (
     *_BOTH,
