@@ -74,7 +74,7 @@ class Engine:
     def __init__(self, runner: ModelRunner, config: EngineConfig, faults: Faults | None = None) -> None:
         self._runner = runner
         self._config = config
-        self._faults = faults or Faults()
+        self._faults = Faults() if faults is None else faults
         self._eos_token_ids = frozenset(config.eos_token_ids)
         self.memory = _memory_of(config)
         self._roster = Roster(self.memory, config.block_size)
@@ -141,7 +141,7 @@ class Engine:
             DeviceLost: the process cannot go on.
         """
         times = StepTimes(clock)
-        self._copies.poll(clock)
+        self._copies.poll()
         batch = self.begin(plan)
         outcome = Outcome()
         if batch is not None:
@@ -185,7 +185,6 @@ class Engine:
             roster.removed.clear()
             roster.settle(outcome, step)
             step.take_logprobs(outcome.logprobs)
-            step.num_prefill_tokens = sum(num_tokens for _, num_tokens in step.prefilled)
             self.memory.cost.executed(step.num_decodes, step.num_prefill_tokens, times.execute_s * 1e6)
         return step.report(self.memory, self.pool_report(), (len(roster.live), roster.digest), times)
 
@@ -304,7 +303,6 @@ class Engine:
                 live.introduced = True
                 step.added.append(sequence)
         step.num_decodes = len(rows) - len(chunks)
-        step.num_prefill_tokens = sum(chunks.values())
         step.context_tokens = context_tokens
 
     def _chunks_of(self, plan: Plan, step: Step) -> dict[int, int]:
@@ -325,7 +323,9 @@ class Engine:
                 continue
             left = len(live.sequence.token_ids) - live.sequence.num_computed_tokens
             alone = num_decodes <= 0 and not chunks
-            num_tokens = min(wanted, left) if alone else min(wanted, left, budget)
+            num_tokens = min(wanted + live.lost_tokens, left)
+            if not alone:
+                num_tokens = min(num_tokens, budget)
             if num_tokens > 0:
                 chunks[handle] = num_tokens
                 budget -= num_tokens

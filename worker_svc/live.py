@@ -32,6 +32,8 @@ class Live:
     """The runner knows it."""
     arrival: Arrival | None = None
     """Cached blocks that are still on their way."""
+    lost_tokens: int = 0
+    """Reported as cached, but their copy failed: they are computed beyond what plans ask for."""
 
 
 def live_from(admit: Admit, eos_token_ids: frozenset[int], max_model_len: int) -> Live:

@@ -99,6 +99,7 @@ class Roster:
             computed = arrival.num_valid_blocks * self._block_size
             self.unused_slots -= computed - sequence.num_computed_tokens
             sequence.num_computed_tokens = computed
+            live.lost_tokens = (arrival.num_blocks - arrival.num_valid_blocks) * self._block_size
             live.arrival = None
             del self.arriving[handle]
 
@@ -130,7 +131,7 @@ class Roster:
                 self._publish(live, start // block_size, end // block_size)
             self.unused_slots -= row.num_tokens
             if not sequence.prefill_done:
-                step.prefilled.append((handle, row.num_tokens))
+                self._count_prefill(live, row.num_tokens, step)
                 sequence.prefill_done = row.sample
             if not row.sample:
                 continue
@@ -189,6 +190,14 @@ class Roster:
             sequence.held = True
         else:
             self.drop(handle)
+
+    def _count_prefill(self, live: Live, num_tokens: int, step: Step) -> None:
+        """Report a chunk, less what was reported as cached and had to be computed nevertheless."""
+        step.num_prefill_tokens += num_tokens
+        lost = min(live.lost_tokens, num_tokens)
+        live.lost_tokens -= lost
+        if num_tokens > lost:
+            step.prefilled.append((live.sequence.handle, num_tokens - lost))
 
     def _publish(self, live: Live, first: int, end: int) -> None:
         for index in range(first, end):

@@ -16,7 +16,6 @@ _US_PER_S = 1e6
 class _UnderWay:
     promotions: list[Promotion]
     ticket: CopyTicket
-    started: float
 
 
 class TierCopies:
@@ -28,14 +27,14 @@ class TierCopies:
         self._promote_blocks_per_step = promote_blocks_per_step
         self._under_way: list[_UnderWay] = []
 
-    def poll(self, clock: Callable[[], float]) -> None:
+    def poll(self) -> None:
         """Take in what has arrived on the device."""
         if not self._under_way:
             return
         waiting = []
         for group in self._under_way:
             if group.ticket.done():
-                elapsed_us = (clock() - group.started) * _US_PER_S
+                elapsed_us = group.ticket.elapsed_s() * _US_PER_S
                 self._memory.cost.copied_in(len(group.promotions), elapsed_us)
                 self._memory.promotions_done(group.promotions)
             else:
@@ -60,7 +59,6 @@ class TierCopies:
                 self._memory.cost.copied_out(len(demotions), (clock() - started) * _US_PER_S)
         promotions = self._memory.start_promotions(self._promote_blocks_per_step)
         if promotions:
-            started = clock()
             copies = [BlockCopy(wait.device_block, wait.host_block) for wait in promotions]
             try:
                 ticket = self._runner.copy_to_device(copies)
@@ -69,5 +67,5 @@ class TierCopies:
             except Exception:  # noqa: BLE001  whatever it is, it is computed again instead
                 self._memory.promotions_failed(promotions)
             else:
-                self._under_way.append(_UnderWay(promotions, ticket, started))
-                self.poll(clock)
+                self._under_way.append(_UnderWay(promotions, ticket))
+                self.poll()

@@ -43,7 +43,7 @@ class CopyCost:
         self.out_us_per_block = _averaged(self.out_us_per_block, elapsed_us / num_blocks)
 
     def copied_in(self, num_blocks: int, elapsed_us: float) -> None:
-        """Note a copy from host to device, from its start until it was seen done."""
+        """Note a copy from host to device."""
         self.copied_in_blocks += num_blocks
         self.in_us_per_block = _averaged(self.in_us_per_block, elapsed_us / num_blocks)
 

@@ -17,8 +17,10 @@ class Arrival:
     """Cached blocks of one sequence that are on their way from the host tier."""
 
     num_missing: int
+    num_blocks: int
+    """Leading blocks of the sequence that are cached, those on the device included."""
     num_valid_blocks: int
-    """Leading blocks of the sequence whose contents are good once none is missing."""
+    """Of these, how many in a row will be good once none is missing; fewer when copies fail."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,9 @@ class PagedMemory:
             if self._pool.ref_count(promotion.device_block) == 1:
                 del self._queued[key]
                 self._host.unlock(key)
+                if key in self._pool:
+                    # Somebody computed it meanwhile.
+                    self._host.remove(key)
                 self._pool.release([promotion.device_block])
 
     def start_promotions(self, at_most: int) -> list[Promotion]:
@@ -217,7 +220,8 @@ class PagedMemory:
     ) -> Placement:
         """Lay out the table of an admitted sequence and queue the promotions it waits for."""
         table = list(match.device_blocks)
-        arrival = Arrival(len(match.host_keys), len(match.device_blocks) + len(match.host_keys))
+        num_cached = len(match.device_blocks) + len(match.host_keys)
+        arrival = Arrival(len(match.host_keys), num_cached, num_cached)
         rest = iter(blocks)
         for key in match.host_keys:
             promotion = self._promotion_of(key)

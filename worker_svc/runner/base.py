@@ -91,6 +91,12 @@ class CopyTicket(Protocol):
     def done(self) -> bool:
         """Return whether the data has arrived."""
 
+    def elapsed_s(self) -> float:
+        """Return how long the copy took, the wait for somebody to ask left out; only once it is done.
+
+        This is what the engine holds against the time to compute the tokens again.
+        """
+
 
 class ModelRunner(Protocol):
     """A loaded model over the KV memory of a block pool. Called from one thread."""

@@ -99,7 +99,7 @@ class SimRunner:
 
     def copy_to_device(self, copies: Seq[BlockCopy]) -> SimCopy:
         """Return a ticket that is due when the copies would be done."""
-        return SimCopy(time.monotonic() + len(copies) * self._block_bytes / COPY_BYTES_PER_S / self._speed)
+        return SimCopy(len(copies) * self._block_bytes / COPY_BYTES_PER_S / self._speed)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -108,12 +108,17 @@ class SimRunner:
 class SimCopy:
     """A copy that takes its time."""
 
-    def __init__(self, due: float) -> None:
-        self._due = due
+    def __init__(self, duration_s: float) -> None:
+        self._duration_s = duration_s
+        self._due = time.monotonic() + duration_s
 
     def done(self) -> bool:
         """Return whether the time has passed."""
         return time.monotonic() >= self._due
+
+    def elapsed_s(self) -> float:
+        """Return how long it takes."""
+        return self._duration_s
 
 
 def load_of(batch: StepBatch) -> StepLoad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -9,7 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from worker_svc.runner.base import BlockCopy
+from worker_svc.runner.base import BlockCopy, CopyTicket
 from worker_svc.runner.torch.compute import Compute
 from worker_svc.runner.torch.config import ModelConfig
 from worker_svc.runner.torch.packing import Ints
@@ -58,28 +59,50 @@ class KvPool:
         device, host = _indices(copies)
         self.host_blocks[host] = self.device_blocks[device.to(self.device_blocks.device)].cpu()
 
-    def copy_to_device(self, copies: Seq[BlockCopy]) -> Arrival:
+    def copy_to_device(self, copies: Seq[BlockCopy]) -> CopyTicket:
         """Start to copy blocks in."""
         device, host = _indices(copies)
         if self._side_stream is None:
+            started = time.perf_counter()
             self.device_blocks[device] = self.host_blocks[host]
-            return Arrival(None)
+            return Arrived(time.perf_counter() - started)
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
+            start = _timed_event(self._side_stream)
             staged = self.host_blocks[host].pin_memory().to(self.device_blocks.device, non_blocking=True)
             self.device_blocks[device.to(self.device_blocks.device, non_blocking=True)] = staged
-            return Arrival(self._side_stream.record_event())
+            return Arrival(start, _timed_event(self._side_stream))
 
 
-class Arrival:
-    """A copy to the device under way."""
+class Arrived:
+    """A copy to the device that was done at once."""
 
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self._event = event
+    def __init__(self, elapsed_s: float) -> None:
+        self._elapsed_s = elapsed_s
 
     def done(self) -> bool:
         """Return whether the data has arrived."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call] # torch has no type here
+        return True
+
+    def elapsed_s(self) -> float:
+        """Return how long it took."""
+        return self._elapsed_s
+
+
+class Arrival:
+    """A copy to the device under way, between two events of its stream."""
+
+    def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._start = start
+        self._end = end
+
+    def done(self) -> bool:
+        """Return whether the data has arrived."""
+        return bool(self._end.query())  # type: ignore[no-untyped-call] # torch has no type here
+
+    def elapsed_s(self) -> float:
+        """Return how long the stream took for it."""
+        return float(self._start.elapsed_time(self._end)) / 1000
 
 
 def kv_bytes_per_token(config: ModelConfig, compute: Compute) -> int:
@@ -91,6 +114,13 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no type here
+
+
+def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Return an event recorded now that can be held against others of its kind."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch has no type here
+    event.record(stream)
+    return event
 
 
 def _indices(copies: Seq[BlockCopy]) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -287,11 +288,18 @@ class _Ticket:
 
     def __init__(self, runner: VllmRunner) -> None:
         self._runner = runner
-        self._arrived = False
+        self._started = time.perf_counter()
+        self._elapsed_s: float | None = None
 
     def done(self) -> bool:
-        self._arrived = self._arrived or self._runner.copies_done()
-        return self._arrived
+        if self._elapsed_s is None and self._runner.copies_done():
+            self._elapsed_s = time.perf_counter() - self._started
+        return self._elapsed_s is not None
+
+    def elapsed_s(self) -> float:
+        # Ranks keep no times: until it was first seen done is the closest there is.
+        assert self._elapsed_s is not None, "the copy is done"
+        return self._elapsed_s
 
 
 def _chunks(row: Row, limit: int) -> Iterator[Row]:
