@@ -1,0 +1,344 @@
+"""Ends of requests over real ports: clients that leave, clocks that run out, workers that die, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from octavo.v1 import common_pb2, operations_pb2
+from octavo.v1 import generation_pb2 as pb
+
+from tests.e2e.scheduler_stack import (
+    WAIT_S,
+    Output,
+    Stack,
+    Worker,
+    one_worker,
+    scheduler,
+    start_worker,
+    until,
+)
+
+Pair = tuple[Stack, Worker]
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with one_worker() as pair:
+        yield pair
+
+
+def error_of(failure: grpc.aio.AioRpcError) -> common_pb2.Error:
+    return common_pb2.Error.FromString(dict(failure.trailing_metadata())["octavo-error-bin"])
+
+
+async def failure(stack: Stack, **fields: Any) -> tuple[common_pb2.Error, Output]:
+    """Run a request that fails; return its error and what had come before."""
+    output = Output()
+
+    async def run() -> None:
+        async for event in stack.generation.Generate(pb.GenerateRequest(**fields), timeout=WAIT_S):
+            output.take(event)
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await run()
+    error = error_of(caught.value)
+    assert caught.value.code().value[0] == error.code
+    return error, output
+
+
+async def test_cancelled_call_frees_its_blocks(pair: Pair) -> None:
+    stack, worker = pair
+    worker.gate.close()
+    call = stack.generation.Generate(pb.GenerateRequest(text="x" * 200))
+    await call.read()
+    worker.gate.let_go(3)
+    call.cancel()
+    await until(lambda: stack.process.accounts.live == 0)
+    worker.gate.open()
+    await until(worker.is_empty)
+    assert (await stack.status()).outcomes == {"CANCELLED": 1}
+
+
+async def test_call_cancelled_while_it_is_tokenized_is_accounted_for(pair: Pair) -> None:
+    stack, _ = pair
+    calls = [stack.generation.Generate(pb.GenerateRequest(text="x" * 900)) for _ in range(20)]
+    await until(lambda: stack.process.accounts.live == 20)
+    for call in calls:
+        call.cancel()
+    await until(lambda: stack.process.accounts.live == 0)
+    await stack.status()
+
+
+async def test_deadline_while_running_delivers_what_there_is(pair: Pair) -> None:
+    stack, worker = pair
+    worker.gate.close()
+    worker.gate.let_go(4)
+    error, output = await failure(stack, text="partial output", terms={"deadline_ms": 700})
+    assert error.reason == "DEADLINE_RUNNING"
+    assert error.metadata["phase"] == "decode"
+    assert "partial output".startswith(output.text[0])
+    assert output.finished[0].reason == common_pb2.FINISH_REASON_DEADLINE
+    assert output.finished[0].error.reason == "DEADLINE_RUNNING"
+    worker.gate.open()
+    await until(worker.is_empty)
+    assert (await stack.status()).outcomes == {"DEADLINE_RUNNING": 1}
+
+
+async def test_deadlines_while_queued_say_so() -> None:
+    async with one_worker({"max_num_seqs": 1}) as (stack, worker):
+        worker.gate.close()
+        running = stack.generation.Generate(pb.GenerateRequest(text="first"))
+        await until(lambda: any(w.running for w in stack.process.driver.snapshot().workers))
+        error, output = await failure(stack, text="a", terms={"deadline_ms": 50})
+        assert (error.reason, error.metadata["phase"]) == ("DEADLINE_QUEUED", "queued")
+        assert not output.finished
+        error, _ = await failure(stack, text="a", terms={"queue_timeout_ms": 50})
+        assert error.reason == "QUEUE_TIMEOUT"
+        error, _ = await failure(stack, text="a", terms={"ttft_deadline_ms": 50})
+        assert (error.reason, error.metadata["phase"]) == ("TTFT_DEADLINE", "queued")
+        worker.gate.open()
+        assert [event async for event in running]
+
+
+async def test_interactive_class_times_out_in_the_queue_by_default() -> None:
+    async with one_worker({"max_num_seqs": 1}, queue_timeout_interactive_s=0.05) as (stack, worker):
+        worker.gate.close()
+        running = stack.generation.Generate(pb.GenerateRequest(text="first"))
+        await until(lambda: any(w.running for w in stack.process.driver.snapshot().workers))
+        error, _ = await failure(stack, text="a", terms={"priority": common_pb2.PRIORITY_INTERACTIVE})
+        assert error.reason == "QUEUE_TIMEOUT"
+        worker.gate.open()
+        assert [event async for event in running]
+
+
+async def test_bare_grpc_deadline_is_told_with_its_phase(pair: Pair) -> None:
+    stack, worker = pair
+    worker.gate.close()
+    call = stack.generation.Generate(pb.GenerateRequest(text="abc"), timeout=1.0)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [event async for event in call]
+    assert error_of(caught.value).reason == "DEADLINE_RUNNING"
+    worker.gate.open()
+    await until(worker.is_empty)
+
+
+async def test_request_survives_the_death_of_its_worker() -> None:
+    first = await start_worker("w1")
+    second = await start_worker("w2")
+    try:
+        async with scheduler(first.address, second.address) as stack:
+            await stack.wait_ready(2)
+            text = "a text that is long enough to be moved in its middle"
+            first.gate.close()
+            second.gate.close()
+            first.gate.let_go(8)
+            second.gate.let_go(8)
+            running = [asyncio.create_task(stack.generate(text=text, sampling={"n": 2})) for _ in range(2)]
+            await until(lambda: stack.process.accounts.recent_output_tokens.per_s(0) > 0)
+            await first.stop()
+            second.gate.open()
+            outputs = await asyncio.gather(*running)
+            assert all(output.text == {0: text, 1: text} for output in outputs)
+            recoveries = [f.timings.recoveries for output in outputs for f in output.finished.values()]
+            assert sum(recoveries) > 0
+            await until(second.is_empty)
+            states = {worker.worker_id: worker.state for worker in (await stack.status()).workers}
+            assert states == {"w1": "lost", "w2": "ready"}
+    finally:
+        await second.stop()
+
+
+async def test_worker_that_comes_back_is_attached_again() -> None:
+    worker = await start_worker()
+    async with scheduler(worker.address) as stack:
+        await stack.wait_ready()
+        worker.gate.close()
+        running = asyncio.create_task(stack.generate(text="patience"))
+        await until(lambda: any(w.running for w in stack.process.driver.snapshot().workers))
+        await worker.stop()
+        await until(lambda: stack.process.fleet.num_ready == 0)
+        # With no worker the request waits, and so does a new one.
+        waiting = asyncio.create_task(stack.generate(text="more patience"))
+        again = await start_worker(port=int(worker.address.rpartition(":")[2]))
+        try:
+            assert (await running).text[0] == "patience"
+            assert (await waiting).text[0] == "more patience"
+        finally:
+            await again.stop()
+
+
+@pytest.mark.parametrize(
+    "kind", ["STREAM_DROP", "STEP_OOM", "STEP_ERROR", "LOST_REPORT", "SLOW_STEP", "ALLOCATION"]
+)
+async def test_fault_of_a_worker_is_a_pause_and_nothing_else(kind: str) -> None:
+    async with one_worker(enable_faults=True, step_watchdog_s=1.0) as (stack, worker):
+        fault = operations_pb2.Fault(
+            kind=operations_pb2.FaultKind.Value(f"FAULT_KIND_{kind}"), count=1, duration_ms=200
+        )
+        await stack.operations.SetFaults(operations_pb2.SetFaultsRequest(faults=[fault]))
+        texts = [f"request {index} goes through" for index in range(6)]
+        outputs = await asyncio.gather(*(stack.generate(text=text) for text in texts))
+        assert [output.text[0] for output in outputs] == texts
+        await until(worker.is_empty)
+        await stack.status()
+
+
+async def test_faults_are_refused_unless_enabled(pair: Pair) -> None:
+    stack, _ = pair
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.operations.SetFaults(operations_pb2.SetFaultsRequest())
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert error_of(caught.value).reason == "FAULTS_DISABLED"
+
+
+async def test_no_worker_yet_is_unavailable_with_a_retry_delay() -> None:
+    async with scheduler("127.0.0.1:1") as stack:
+        error, _ = await failure(stack, text="a")
+        assert (error.reason, error.code) == ("NO_WORKER", grpc.StatusCode.UNAVAILABLE.value[0])
+        assert error.retry_delay_ms > 0
+
+
+async def health(stack: Stack, service: str) -> int:
+    stub = health_pb2_grpc.HealthStub(stack.channel)
+    response = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+    status: int = response.status
+    return status
+
+
+async def test_health_follows_the_workers() -> None:
+    worker = await start_worker()
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    async with scheduler(worker.address) as stack:
+        await stack.wait_ready()
+        await until(lambda: _is(stack, "", serving))
+        assert await health(stack, "octavo.v1.Generation") == serving
+        await worker.stop()
+        await until(lambda: _is(stack, "", not_serving))
+        assert await health(stack, "octavo.v1.Operations") == serving
+
+
+async def _is(stack: Stack, service: str, status: int) -> bool:
+    return await health(stack, service) == status
+
+
+async def test_drain_refuses_new_requests_and_finishes_the_old() -> None:
+    worker = await start_worker()
+    try:
+        async with scheduler(worker.address) as stack:
+            await stack.wait_ready()
+            worker.gate.close()
+            running = asyncio.create_task(stack.generate(text="the last one"))
+            await until(lambda: any(w.running for w in stack.process.driver.snapshot().workers))
+            response = await stack.operations.Drain(operations_pb2.DrainRequest())
+            assert response.running == 1
+            await until(lambda: stack.process.driver.draining)
+            error, _ = await failure(stack, text="too late")
+            assert (error.reason, error.code) == ("DRAINING", grpc.StatusCode.UNAVAILABLE.value[0])
+            worker.gate.open()
+            assert (await running).text[0] == "the last one"
+    finally:
+        await worker.stop()
+
+
+async def test_draining_one_worker_leaves_the_other() -> None:
+    first, second = await start_worker("w1"), await start_worker("w2")
+    try:
+        async with scheduler(first.address, second.address) as stack:
+            await stack.wait_ready(2)
+            await stack.operations.Drain(operations_pb2.DrainRequest(worker_id="w1"))
+            outputs = await asyncio.gather(*(stack.generate(text="hello") for _ in range(8)))
+            assert all(output.text[0] == "hello" for output in outputs)
+            steps = {w.worker_id: w.steps for w in (await stack.status()).workers}
+            assert steps["w1"] == 0
+            assert steps["w2"] > 0
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stack.operations.Drain(operations_pb2.DrainRequest(worker_id="w9"))
+            assert error_of(caught.value).reason == "UNKNOWN_WORKER"
+    finally:
+        await first.stop()
+        await second.stop()
+
+
+async def test_pinned_prefix_stays_and_can_be_lifted(pair: Pair) -> None:
+    stack, worker = pair
+    text = "a system prompt that many requests share, word for word"
+    pin = operations_pb2.PinPrefixRequest(name="greeting", text=text)
+    response = await stack.operations.PinPrefix(pin)
+    assert (response.blocks, response.workers) == (len(text) // 16, 1)
+    await stack.generate(text=text + " and more")
+
+    async def pinned() -> bool:
+        return bool((await worker.pool()).pinned == response.blocks)
+
+    await until(pinned)
+    lifted = await stack.operations.UnpinPrefix(operations_pb2.UnpinPrefixRequest(name="greeting"))
+    assert lifted.blocks == response.blocks
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.operations.UnpinPrefix(operations_pb2.UnpinPrefixRequest(name="greeting"))
+    assert error_of(caught.value).reason == "UNKNOWN_PIN"
+
+
+async def test_pins_beyond_the_budget_are_refused() -> None:
+    async with one_worker({"pin_budget_blocks": 8}) as (stack, _):
+        first = operations_pb2.PinPrefixRequest(name="first", text="x" * 100)
+        assert (await stack.operations.PinPrefix(first)).blocks == 6
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.operations.PinPrefix(operations_pb2.PinPrefixRequest(name="second", text="y" * 100))
+        assert error_of(caught.value).reason == "PIN_BUDGET"
+        first.text = "z" * 120
+        assert (await stack.operations.PinPrefix(first)).blocks == 7
+
+
+async def test_tokenize_and_detokenize_are_each_others_inverse(pair: Pair) -> None:
+    stack, _ = pair
+    text = "Grüße 🎉"
+    request = pb.TokenizeRequest(text=text, return_pieces=True)
+    tokens = await stack.generation.Tokenize(request)
+    assert len(tokens.pieces) == len(tokens.token_ids) == len(text.encode())
+    assert tokens.max_model_len == 1024
+    back = await stack.generation.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids))
+    assert back.text == text
+    chat = pb.TokenizeRequest(chat={"messages": [{"role": "user", "content": "a"}]})
+    assert len((await stack.generation.Tokenize(chat)).token_ids) > 5
+    models = (await stack.generation.ListModels(pb.ListModelsRequest())).models
+    assert [(model.id, model.workers, model.has_chat_template) for model in models] == [("echo", 1, True)]
+
+
+async def client_of_the_storm(stack: Stack, index: int, dice: random.Random) -> None:
+    """Ask for something; perhaps leave in the middle, perhaps set a deadline that cannot be met."""
+    choices = dice.randint(1, 3)
+    request = pb.GenerateRequest(text=f"client {index} " * 10, sampling={"n": choices})
+    hurried = dice.random() < 0.3
+    if hurried:
+        request.terms.deadline_ms = dice.randint(1, 300)
+    call = stack.generation.Generate(request, timeout=WAIT_S)
+    events_wanted = dice.randint(0, 5) if dice.random() < 0.4 else None
+    output = Output()
+    try:
+        async for event in call:
+            output.take(event)
+            if events_wanted is not None and len(output.deltas) >= events_wanted:
+                call.cancel()
+                return
+    except grpc.aio.AioRpcError as error:
+        late = error_of(error).reason in {"DEADLINE_RUNNING", "DEADLINE_QUEUED"}
+        assert hurried and late, error  # noqa: PT017, PT018 - an error is one of two fine ends
+    else:
+        assert len(output.finished) == choices
+
+
+async def test_storm_of_clients_that_leave_leaks_nothing() -> None:
+    dice = random.Random(1)
+    async with one_worker({"max_num_seqs": 8}) as (stack, worker):
+        await asyncio.gather(*(client_of_the_storm(stack, index, dice) for index in range(100)))
+        await until(lambda: stack.process.accounts.live == 0)
+        await until(worker.is_empty)
+        assert (await stack.status()).arrivals == 100
+        pool = await worker.pool()
+        assert pool.free + pool.evictable == worker.num_blocks
