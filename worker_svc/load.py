@@ -97,6 +97,8 @@ def load_runner(settings: WorkerSettings, progress: Progress) -> ModelRunner:
 
 
 def _load_torch(settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    # First: a wrong name should not have to wait for torch.
+    model = resolve(settings.model, progress, settings.revision)
     from worker_svc.runner import torch
 
     options = torch.TorchOptions(
@@ -108,7 +110,7 @@ def _load_torch(settings: WorkerSettings, progress: Progress) -> ModelRunner:
         max_num_seqs=settings.max_num_seqs,
         padded=settings.padded,
     )
-    return torch.load(resolve(settings.model, progress, settings.revision), options, progress)
+    return torch.load(model, options, progress)
 
 
 def _load_vllm(settings: WorkerSettings, progress: Progress) -> ModelRunner:

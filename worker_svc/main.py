@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import sys
 import uuid
 from functools import partial
 from typing import Any, Final
@@ -72,14 +74,14 @@ class WorkerProcess:
             metrics_server = MetricsServer(self._metrics, settings.host, settings.metrics_port)
         server = WorkerServer(self._service)
         port = await server.start(settings.host, settings.port)
-        worker_id = settings.worker_id or f"{settings.host}:{port}"
+        worker_id = settings.worker_id or _name_of(settings.host, port)
         log.info(
             "worker_listening",
             worker_id=worker_id,
             port=port,
             metrics_port=metrics_server.port if metrics_server else None,
         )
-        with LoadingProgress() as progress:
+        with LoadingProgress(terminal=sys.stderr.isatty() and settings.log_format != "json") as progress:
             engine_loop = EngineLoop(partial(load, settings, progress))
             engine_loop.start()
             self.engine_stopped = False
@@ -152,6 +154,12 @@ class WorkerProcess:
             max_num_batched_tokens=self._settings.max_num_batched_tokens,
             simulated=loaded.info.runner == "sim",
         )
+
+
+def _name_of(host: str, port: int) -> str:
+    """Return a name that differs between machines: all containers listen on the same wildcard."""
+    wildcard = host in {"0.0.0.0", "::"}  # noqa: S104 - compared, not bound
+    return f"{socket.gethostname() if wildcard else host}:{port}"
 
 
 async def _first(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:

@@ -59,6 +59,7 @@ class Metrics:
         registry.register(PLATFORM_COLLECTOR)
         self._info = Info("octavo_worker", "What this worker runs", registry=registry)
         self._ready = Gauge("octavo_worker_ready", "1 while the worker takes work", registry=registry)
+        self._attached = Gauge("octavo_worker_attached", "1 while a scheduler is attached", registry=registry)
         self._execute = self._histogram("step", "Time of the runner per step", _STEP_BUCKETS)
         self._bubble = self._histogram("bubble", "Wait for a plan while sequences were alive", _GAP_BUCKETS)
         self._overhead = self._histogram("overhead", "Applying a plan and building its report", _GAP_BUCKETS)
@@ -115,6 +116,10 @@ class Metrics:
     def set_ready(self, ready: bool) -> None:
         """Publish whether the worker takes work."""
         self._ready.set(ready)
+
+    def set_attached(self, attached: bool) -> None:
+        """Publish whether a scheduler is attached."""
+        self._attached.set(attached)
 
     def observe(self, report: Report) -> None:
         """Account for one step."""

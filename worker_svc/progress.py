@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import TracebackType
 from typing import Final, Self
 
@@ -17,10 +16,10 @@ log = structlog.get_logger(__name__)
 class LoadingProgress:
     """A `worker_svc.runner.base.Progress`; may be called from any thread while it is open."""
 
-    def __init__(self, *, terminal: bool | None = None) -> None:
-        self._terminal = sys.stderr.isatty() if terminal is None else terminal
+    def __init__(self, *, terminal: bool) -> None:
+        self._terminal = terminal
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        self._bars = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._bars = Progress(*columns, console=Console(stderr=True, force_terminal=terminal), transient=True)
         self._task: TaskID | None = None
         self._what = ""
         self._logged = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from worker_svc.status import Refusal, abort, malformed
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
+_EXPECTED = {"LOADING", "SCHEDULER_ATTACHED", "STALE_EPOCH", "SUPERSEDED", "DRAINING"}
+"""Refusals in the ordinary course: a standby meets them every second."""
 log = structlog.get_logger(__name__)
 
 
@@ -75,8 +78,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             session = sessions.open(await _read_hello(context))
             await session.run(context)
         except Refusal as refusal:
-            log.warning(
-                "session_refused", reason=refusal.reason, problem=refusal.message, peer=context.peer()
+            level = logging.DEBUG if refusal.reason in _EXPECTED else logging.WARNING
+            log.log(
+                level,
+                "session_refused",
+                reason=refusal.reason,
+                problem=refusal.message,
+                peer=context.peer(),
             )
             await abort(context, refusal)
         finally:

@@ -255,6 +255,7 @@ class Sessions:
             former.supersede()
             self.close(former)
         self._current = Session(hello, self._terms, self._loop, self._metrics, self._faults)
+        self._metrics.set_attached(True)
         return self._current
 
     def close(self, session: Session) -> None:
@@ -262,6 +263,7 @@ class Sessions:
         if session is not self._current:
             return
         self._current = None
+        self._metrics.set_attached(False)
         session.close()
         log.info("session_ended", scheduler_id=session.scheduler_id, epoch=session.epoch)
         if self._draining:

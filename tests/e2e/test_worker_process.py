@@ -16,7 +16,7 @@ import grpc.aio
 import psutil
 import pytest
 from octavo.protocol.transport import CLIENT_OPTIONS
-from octavo.v1 import common_pb2, worker_pb2_grpc
+from octavo.v1 import common_pb2, operations_pb2, worker_pb2_grpc
 from octavo.v1 import worker_pb2 as pb
 
 WAIT_S = 30.0
@@ -156,6 +156,37 @@ async def test_worker_settings_that_cannot_work_exit_with_the_arithmetic() -> No
         failure = await worker.event("worker_cannot_start")
         assert await worker.exit_code() == 2
     assert failure["problem"].startswith("max_model_len 1000 needs 63 blocks of 16 tokens, the pool has 4")
+
+
+async def test_worker_model_that_is_missing_exits_naming_it() -> None:
+    async with started(model="/no/such/folder", runner="torch") as worker:
+        failure = await worker.event("worker_cannot_start")
+        assert await worker.exit_code() == 3
+    assert failure["reason"] == "MODEL_LOAD"
+    assert failure["problem"].startswith("/no/such/folder: no such file or folder")
+
+
+async def test_worker_flag_that_is_unknown_exits_with_the_usage() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "worker_svc", "--no-such-flag", stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 2
+    assert "--no-such-flag" in said.decode()
+
+
+async def test_worker_that_is_told_to_crash_dies_without_a_word() -> None:
+    async with started(enable_faults=True) as worker:
+        port = (await worker.event("worker_listening"))["port"]
+        await worker.event("worker_ready")
+        async with attached(port) as call:
+            assert (await call.read()).report.live_count == 1
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                fault = operations_pb2.Fault(kind=operations_pb2.FAULT_KIND_CRASH)
+                stub = cast("Any", worker_pb2_grpc.WorkerStub(channel))
+                await stub.InjectFaults(pb.InjectFaultsRequest(faults=[fault]))
+            await call.write(pb.SchedulerMessage(plan=pb.Plan(step=2)))
+            assert await worker.exit_code() == -signal.SIGKILL
 
 
 async def test_worker_idle_uses_no_cpu() -> None:

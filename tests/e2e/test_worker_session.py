@@ -12,7 +12,9 @@ import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from octavo.protocol.keys import chain
 from octavo.protocol.transport import CLIENT_OPTIONS, PING_INTERVAL_MS
 from octavo.v1 import common_pb2, operations_pb2, worker_pb2_grpc
@@ -582,6 +584,27 @@ async def test_idle_stream_outlives_many_pings(worker: Worker) -> None:
         assert not done
         await scheduler.plan()
         assert (await report).status == pb.STEP_STATUS_OK
+
+
+async def test_reflection_lists_what_is_served(worker: Worker) -> None:
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        call: Any = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        answer = await call.read()
+    assert {service.name for service in answer.list_services_response.service} == {
+        "octavo.v1.Worker",
+        "grpc.health.v1.Health",
+        "grpc.channelz.v1.Channelz",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+
+
+async def test_channelz_knows_the_server(worker: Worker) -> None:
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        call: Any = channelz_pb2_grpc.ChannelzStub(channel).GetServers(channelz_pb2.GetServersRequest())
+        answer = await call
+    assert len(answer.server) >= 1
 
 
 async def test_worker_that_loads_answers_unavailable_and_not_serving() -> None:
