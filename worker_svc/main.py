@@ -152,6 +152,7 @@ class WorkerProcess:
             vocab_size=loaded.info.vocab_size,
             max_num_seqs=self._settings.max_num_seqs,
             max_num_batched_tokens=self._settings.max_num_batched_tokens,
+            adapters=loaded.info.adapters,
             simulated=loaded.info.runner == "sim",
         )
 

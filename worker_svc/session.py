@@ -47,7 +47,22 @@ class Terms:
     vocab_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    adapters: tuple[str, ...] = ()
     simulated: bool = False
+
+    def problem_of(self, admit: Admit) -> str | None:
+        """Return why this worker can never run a sequence, or None."""
+        num_tokens = len(admit.token_ids)
+        if num_tokens >= self.sizing.max_model_len:
+            return f"{num_tokens} tokens leave no room in {self.sizing.max_model_len}"
+        highest = max((*admit.sampling.logit_bias, max(admit.token_ids)))
+        if highest >= self.vocab_size:
+            return f"token id {highest} is beyond the vocabulary of {self.vocab_size}"
+        if len(admit.keys) > num_tokens // self.sizing.geometry.block_size:
+            return f"{len(admit.keys)} keys for {num_tokens} tokens"
+        if admit.adapter is not None and admit.adapter not in self.adapters:
+            return f"no adapter {admit.adapter}"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +190,7 @@ class Session:
         """Return why the engine must not see a sequence: what is wrong with one harms no other."""
         if self._draining:
             return Refused(admit.handle, RefuseReason.DRAINING)
-        terms = self._terms
-        problem = None
-        if len(admit.token_ids) >= terms.sizing.max_model_len:
-            problem = f"{len(admit.token_ids)} tokens leave no room in {terms.sizing.max_model_len}"
-        elif max(admit.token_ids) >= terms.vocab_size:
-            problem = f"token id {max(admit.token_ids)} is beyond the vocabulary of {terms.vocab_size}"
-        elif len(admit.keys) > len(admit.token_ids) // terms.sizing.geometry.block_size:
-            problem = f"{len(admit.keys)} keys for {len(admit.token_ids)} tokens"
+        problem = self._terms.problem_of(admit)
         return None if problem is None else Refused(admit.handle, RefuseReason.UNSUPPORTED, problem)
 
     def _on_pin(self, name: str, keys: tuple[bytes, ...]) -> None:
