@@ -85,11 +85,13 @@ class Draft:
         )
         self.admitted.append(sequence)
 
-    def release(self, sequence: Sequence) -> None:
-        """Take a sequence off the worker in this step."""
+    def release(self, sequence: Sequence) -> int:
+        """Take a sequence off the worker in this step; return the blocks that this gives back."""
+        blocks = self.worker.blocks_won(sequence)
         self.worker.stop(sequence)
         self.released.append(sequence)
-        self.blocks_coming += self.worker.blocks_held(sequence)
+        self.blocks_coming += blocks
+        return blocks
 
     def finish(self, now: float) -> InFlight:
         """Return the plan, entered into the worker's books."""
@@ -299,7 +301,7 @@ class ContinuousPlanner:
     def _preempt(self, draft: Draft, victim: Sequence, out: list[Effect]) -> None:
         worker = draft.worker
         victim.preemptions += 1
-        draft.release(victim)
+        blocks = draft.release(victim)
         victim.transition(Status.RELEASING)
         out.append(
             LogEvent(
@@ -309,7 +311,7 @@ class ContinuousPlanner:
                     "choice": victim.choice,
                     "worker_id": worker.worker_id,
                     "step": draft.step,
-                    "blocks": worker.blocks_held(victim),
+                    "blocks": blocks,
                     "tokens_to_recompute": victim.num_tokens,
                     "preemptions": victim.preemptions,
                 },

@@ -83,9 +83,9 @@ class Edf:
         """Take a sequence in."""
         request = sequence.request
         spec = request.spec
-        deadlines = [at for at in (spec.ttft_deadline, spec.deadline) if at is not None]
+        deadlines = (spec.ttft_deadline, spec.deadline, request.arrival + self._starvation_age_s)
         self._count += 1
-        key = (min(request.arrival + self._starvation_age_s, *deadlines), self._count)
+        key = (min(at for at in deadlines if at is not None), self._count)
         bisect.insort(self._keys, key)
         self._waiting[key] = sequence
         self._key_of[sequence] = key

@@ -172,9 +172,6 @@ class ReportReader:
     def _first_token(self, worker: WorkerState, sequence: Sequence, step: int, now: float) -> None:
         if sequence.status is Status.RUNNING:
             worker.start_decoding(sequence, step)
-            if len(sequence.request.sequences) > 1:
-                # Its siblings will share what it holds of the prompt.
-                worker.hold_keys(sequence, sequence.prompt_len // worker.block_size)
         if sequence.status is not Status.FINISHED:
             self._lifecycle.first_token(sequence, now)
 
@@ -288,6 +285,7 @@ class ReportReader:
             index.add(worker_id, events.promoted)
         if events.stored:
             index.add(worker_id, events.stored)
+            _hold_prompts(worker, report)
 
     def _audit(self, worker: WorkerState, report: Report) -> None:
         """Compare the books."""
@@ -309,6 +307,18 @@ def _runs_of(report: Report) -> Iterable[tuple[int, ...]]:
         return zip(report.token_ids, strict=True)
     ids = iter(report.token_ids)
     return (tuple(islice(ids, count)) for count in report.token_counts)
+
+
+def _hold_prompts(worker: WorkerState, report: Report) -> None:
+    """What a leader has published of its prompt is in use while it runs: its siblings will share it."""
+    for handle, _ in report.prefilled:
+        sequence = worker.sequences.get(handle)
+        if sequence is None or len(sequence.request.sequences) == 1:
+            continue
+        stored, held = frozenset(report.key_events.stored), sequence.num_hit_blocks
+        while held < len(sequence.keys) and sequence.keys[held] in stored:
+            held += 1
+        worker.hold_keys(sequence, held)
 
 
 def _step_error(worker: WorkerState, report: Report) -> LogEvent:

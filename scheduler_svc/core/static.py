@@ -80,7 +80,7 @@ class StaticPlanner:
             members
             for members in self._buckets(worker, now).values()
             if len(members) >= self._static.batch_size
-            or now - members[0].request.arrival >= self._static.timeout_s
+            or now >= members[0].request.arrival + self._static.timeout_s
         ]
         if not ready:
             return []

@@ -168,10 +168,13 @@ class WorkerState:
             return self.blocks_for(sequence.num_tokens + 1)
         return self.blocks_for(sequence.request.max_total_tokens)
 
-    def blocks_held(self, sequence: Sequence) -> int:
-        """Return the blocks that a running sequence holds at least, shared ones included."""
-        paged = self.info.geometry.paged
-        return self.blocks_for(sequence.num_tokens) if paged else self.blocks_to_admit(sequence)
+    def blocks_won(self, sequence: Sequence) -> int:
+        """Return the blocks that come free when a running sequence is released: those it shares do not."""
+        if not self.info.geometry.paged:
+            return self.blocks_to_admit(sequence)
+        own = sequence.num_hit_blocks
+        shared = sum(self.active_keys[key] > (i < own) for i, key in enumerate(sequence.keys))
+        return self.blocks_for(sequence.num_tokens) - shared
 
     def growth_in(self, step: int) -> int:
         """Return the blocks that running sequences may take in a step, beyond those they hold."""

@@ -102,21 +102,20 @@ def _check_queue(pool: ModelPool) -> list[Sequence]:
 
 def check_nothing_sleeps(core: SchedulerCore, now: float) -> None:
     """Verify that no idle worker sleeps while a request waits that it could run."""
-    wakeup = core.next_wakeup()
     for pool in core._pools.values():
         if not len(pool.queue):
             continue
-        working = [w for w in pool.workers.values() if w.in_flight]
+        left = {s for worker in pool.workers.values() if worker.in_flight for s in worker.left_to_it}
+        woken = any(worker.next_plan_at is not None for worker in pool.idle.values())
         for worker in pool.workers.values():
             if worker.in_flight or worker.draining or worker.next_plan_at is not None:
                 continue
-            able = [s for s in pool.queue.order(now) if pool.can_hold(worker, s)]
-            if able and not working:
-                require(
-                    wakeup is not None and wakeup <= now,
-                    "nobody sleeps while work waits",
-                    (worker.worker_id, able[0].request.request_id),
-                )
+            for sequence in pool.queue.order(now):
+                able = pool.can_hold(worker, sequence) and not sequence.request.is_late(now)
+                # Left to a better worker, which will plan soon; or a batch that is not full, with a timer.
+                looked_after = sequence in left or (core.config.static is not None and woken)
+                names = (worker.worker_id, sequence.request.request_id)
+                require(not able or looked_after, "nobody sleeps while work waits", names)
 
 
 def check_ended(core: SchedulerCore, hosts: Mapping[str, WorkerHost]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from octavo.protocol.keys import chain
@@ -23,7 +26,7 @@ from scheduler_svc.sim.host import Timings
 from scheduler_svc.sim.monitor import Monitor
 from scheduler_svc.sim.steptimes import StepTimes
 from scheduler_svc.sim.tokens import stream_of, token_at
-from scheduler_svc.sim.worker import MODEL, SimWorkerConfig
+from scheduler_svc.sim.worker import MODEL, SimWorker, SimWorkerConfig
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1024
@@ -111,6 +114,24 @@ class Traffic:
         return resumed
 
 
+def chaos_workers(count: int) -> list[SimWorkerConfig]:
+    """Return workers of different sizes, the first large enough for every request."""
+    times = StepTimes.builtin()
+    sizes = [(160, 16, 256), (96, 8, 128), (80, 24, 512), (70, 4, 64)]
+    return [
+        SimWorkerConfig(
+            worker_id=f"w{index}",
+            step_times=times,
+            block_size=BLOCK_SIZE,
+            num_blocks=blocks,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=min(MAX_MODEL_LEN, blocks * BLOCK_SIZE),
+        )
+        for index, (blocks, seqs, budget) in enumerate(itertools.islice(itertools.cycle(sizes), count))
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class ChaosResult:
     """What came of a run."""
@@ -126,6 +147,8 @@ class ChaosResult:
     faults: dict[str, int]
     innocents: int
     """Requests that were failed although nothing was wrong with them."""
+    surprises: dict[str, int]
+    """What plans met on the workers that good books rule out; see `SimWorker.surprises`."""
 
 
 class Chaos:
@@ -139,7 +162,7 @@ class Chaos:
         core: SchedulerCore | None = None,
         *,
         seed: int = 0,
-        num_workers: int = 4,
+        workers: Iterable[SimWorkerConfig] | None = None,
         rates: FaultRates = CHAOS,
         rate_per_s: float = 12.0,
         audit_every: int = 64,
@@ -157,30 +180,13 @@ class Chaos:
         self._arrivals = poisson(rate_per_s, random.Random(seed + 3))
         self.cell = Cell(
             self.core,
-            self._workers(num_workers),
+            workers or chaos_workers(4),
             observers=[self.monitor, self],
             timings=Timings(restart_s=1.0),
         )
         for host in self.cell.hosts.values():
             self.faults.install(host)
             host.before_step = self._before_step
-
-    def _workers(self, count: int) -> list[SimWorkerConfig]:
-        """Return workers of different sizes, the first large enough for every request."""
-        times = StepTimes.builtin()
-        sizes = [(160, 16, 256), (96, 8, 128), (80, 24, 512), (70, 4, 64)]
-        return [
-            SimWorkerConfig(
-                worker_id=f"w{index}",
-                step_times=times,
-                block_size=BLOCK_SIZE,
-                num_blocks=sizes[index % 4][0],
-                max_num_seqs=sizes[index % 4][1],
-                max_num_batched_tokens=sizes[index % 4][2],
-                max_model_len=min(MAX_MODEL_LEN, sizes[index % 4][0] * BLOCK_SIZE),
-            )
-            for index in range(count)
-        ]
 
     def submitted(self, spec: NewRequest, now: float) -> None:
         """A request has been sent."""
@@ -218,7 +224,15 @@ class Chaos:
             outcomes={str(reason): count for reason, count in snapshot.outcomes.items()},
             faults=dict(self.faults.counts),
             innocents=len(self.innocents),
+            surprises=dict(self._surprises()),
         )
+
+    def _surprises(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for host in self.cell.hosts.values():
+            if isinstance(host.machine, SimWorker):
+                total.update(host.machine.surprises)
+        return total
 
     def _before_step(self, host: object) -> None:
         self.steps += 1

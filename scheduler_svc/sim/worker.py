@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -117,6 +118,8 @@ class SimWorker:
         """Admissions that are refused although there is room."""
         self.step_fault: StepFault = no_fault
         self.draining = False
+        self.surprises: Counter[str] = Counter()
+        """What a scheduler with good books never brings about: refused, over_budget; and stalled."""
         self._pool = CountingPool(config.num_blocks, caching=config.prefix_caching)
         self._start_session()
 
@@ -282,6 +285,7 @@ class SimWorker:
                 if cached is not None:
                     admitted.append(Admitted(admit.handle, cached))
                     continue
+                self.surprises["refused"] += 1
                 reason = RefuseReason.NO_BLOCKS if self.config.paged else RefuseReason.NO_CONTIGUOUS_RUN
             refused.append(Refused(admit.handle, reason))
         return admitted, refused
@@ -292,26 +296,31 @@ class SimWorker:
         if self.refuse_next > 0:
             self.refuse_next -= 1
             return RefuseReason.NO_BLOCKS
-        return RefuseReason.MAX_NUM_SEQS if len(self._rows) >= self.config.max_num_seqs else None
+        if len(self._rows) < self.config.max_num_seqs:
+            return None
+        self.surprises["refused"] += 1
+        return RefuseReason.MAX_NUM_SEQS
 
     def _take(self, admit: Admit) -> int | None:
         """Take blocks for a sequence; return its cached tokens, or None when there are too few."""
         size, length = self.config.block_size, len(admit.token_ids)
         sampling = admit.sampling
         hits = self._pool.share(admit.keys, (length - 1) // size)
-        blocks = -(-max(length + 1, admit.reserve_tokens or 0) // size)
+        seed = sampling.seed or 0
+        most = admit.prompt_len + (sampling.max_tokens or self.config.max_model_len)
+        most = min(most, self.config.max_model_len)
+        reserved = admit.reserve_tokens or (0 if self.config.paged else most)
+        blocks = -(-max(length + 1, reserved) // size)
         if not self._pool.take(blocks - len(hits)):
             self._pool.give_back(0, reversed(hits))
             return None
-        seed = sampling.seed or 0
-        most = admit.prompt_len + (sampling.max_tokens or self.config.max_model_len)
         self._rows[admit.handle] = _Row(
             handle=admit.handle,
             length=length,
             stream=stream_of(seed, admit.choice),
             seed=seed,
             priority=admit.priority,
-            max_length=min(most, self.config.max_model_len),
+            max_length=most,
             least_length=admit.prompt_len + (sampling.min_tokens or 0),
             stop_token_ids=frozenset(sampling.stop_token_ids),
             keys=list(admit.keys),
@@ -345,6 +354,7 @@ class SimWorker:
         for row in rows:
             if row.length > row.blocks * size:
                 if not self._pool.take(1):
+                    self.surprises["stalled"] += 1
                     step.stalled.append((row.handle, StallReason.NO_BLOCK))
                     continue
                 row.blocks += 1
@@ -360,6 +370,9 @@ class SimWorker:
             step.prefills.append((prefill, tokens))
             step.prefill_tokens += tokens
             step.prefill_squares += tokens * (tokens + 2 * prefill.computed)
+        over = len(step.decodes) + step.prefill_tokens > self.config.max_num_batched_tokens
+        if over and (step.decodes or len(step.prefills) > 1):
+            self.surprises["over_budget"] += 1
         return step
 
     def _commit(self, step: _Step) -> tuple[list[int], list[int], list[int], list[Finished]]:
