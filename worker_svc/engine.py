@@ -319,7 +319,8 @@ class Engine:
             if live is None or live.sequence.prefill_done or handle in chunks:
                 continue
             if live.arrival is not None:
-                step.stalled.append((handle, StallReason.PROMOTING))
+                waits = live.arrival.num_missing > 0
+                step.stalled.append((handle, StallReason.PROMOTING if waits else StallReason.NO_BLOCK))
                 continue
             left = len(live.sequence.token_ids) - live.sequence.num_computed_tokens
             alone = num_decodes <= 0 and not chunks

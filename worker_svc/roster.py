@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from octavo.protocol.steps import DIGEST_MASK, Finished, FinishReason, digest_of
 
 from worker_svc.execution import Outcome
-from worker_svc.kv.errors import require
-from worker_svc.kv.memory import KvMemory, Placement
+from worker_svc.kv.errors import OutOfBlocks, require
+from worker_svc.kv.memory import Arrival, KvMemory, Placement
 from worker_svc.live import Live
 from worker_svc.step import Step
 
@@ -63,7 +63,9 @@ class Roster:
         if live is None:
             return False
         self.starved.pop(handle, None)
-        self.arriving.pop(handle, None)
+        if live.arrival is not None:
+            live.arrival.withdrawn = True
+            del self.arriving[handle]
         self.removed.append(handle)
         sequence = live.sequence
         self._digest -= handle * len(sequence.token_ids)
@@ -93,9 +95,9 @@ class Roster:
         for handle, live in list(self.arriving.items()):
             arrival = live.arrival
             assert arrival is not None
-            if arrival.num_missing:
-                continue
             sequence = live.sequence
+            if arrival.num_missing or not self._own_lost_blocks(sequence.block_table, arrival):
+                continue
             computed = arrival.num_valid_blocks * self._block_size
             self.unused_slots -= computed - sequence.num_computed_tokens
             sequence.num_computed_tokens = computed
@@ -198,6 +200,15 @@ class Roster:
         live.lost_tokens -= lost
         if num_tokens > lost:
             step.prefilled.append((live.sequence.handle, num_tokens - lost))
+
+    def _own_lost_blocks(self, block_table: list[int], arrival: Arrival) -> bool:
+        if arrival.num_valid_blocks == arrival.num_blocks:
+            return True
+        try:
+            self._memory.own_lost_blocks(block_table, arrival)
+        except OutOfBlocks:
+            return False
+        return True
 
     def _publish(self, live: Live, first: int, end: int) -> None:
         for index in range(first, end):

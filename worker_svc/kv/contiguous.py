@@ -9,7 +9,7 @@ from octavo.protocol.steps import KeyEvents, PoolReport, RefuseReason
 
 from worker_svc.kv.cost import CopyCost
 from worker_svc.kv.errors import DoubleFree, OutOfBlocks, require
-from worker_svc.kv.memory import Match, PinOutcome, Placement, Promotion
+from worker_svc.kv.memory import Arrival, Match, PinOutcome, Placement, Promotion
 from worker_svc.kv.runs import FreeRuns
 
 
@@ -46,6 +46,9 @@ class ContiguousMemory:
     def grow(self, block_table: list[int]) -> None:
         """Refuse: what was reserved is all there is."""
         raise OutOfBlocks(len(block_table) + 1, len(block_table))
+
+    def own_lost_blocks(self, block_table: list[int], arrival: Arrival) -> None:
+        """Nothing is on its way."""
 
     def release(self, block_table: list[int]) -> None:
         """Give up the run of a sequence and empty its table."""

@@ -21,6 +21,10 @@ class Arrival:
     """Leading blocks of the sequence that are cached, those on the device included."""
     num_valid_blocks: int
     """Of these, how many in a row will be good once none is missing; fewer when copies fail."""
+    taken_blocks: list[int] = field(default_factory=list)
+    """Indices of blocks that did not come and that another sequence computes."""
+    withdrawn: bool = False
+    """The sequence is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,13 @@ class KvMemory(Protocol):
 
         Raises:
             OutOfBlocks: there is none.
+        """
+
+    def own_lost_blocks(self, block_table: list[int], arrival: Arrival) -> None:
+        """Put blocks that nobody else has in place of those that the sequence must compute again.
+
+        Raises:
+            OutOfBlocks: there are not so many; nothing changed.
         """
 
     def release(self, block_table: list[int]) -> None:

@@ -86,6 +86,28 @@ class PagedMemory:
             self._demote(evicted)
         block_table.extend(blocks)
 
+    def own_lost_blocks(self, block_table: list[int], arrival: Arrival) -> None:
+        """Put blocks that nobody else has in place of those that the sequence must compute again.
+
+        A block behind the first one lost may have come and be shared; one that is lost may be computed
+        by another sequence that waited for it.
+        """
+        replaced = [
+            index
+            for index in range(arrival.num_valid_blocks, arrival.num_blocks)
+            if index in arrival.taken_blocks or self._pool.key_of(block_table[index]) is not None
+        ]
+        old = [block_table[index] for index in replaced]
+        self._pool.release(old)
+        try:
+            blocks, evicted = self._pool.allocate(len(old))
+        except OutOfBlocks:
+            self._pool.acquire(old)
+            raise
+        self._demote(evicted)
+        for index, block in zip(replaced, blocks, strict=True):
+            block_table[index] = block
+
     def release(self, block_table: list[int]) -> None:
         """Give up the blocks of a sequence and empty its table."""
         self._pool.release(block_table)
@@ -147,6 +169,8 @@ class PagedMemory:
             self._end(promotion)
             self.publish(promotion.device_block, promotion.key)
             self._host.remove(promotion.key)
+            if self._pool.key_of(promotion.device_block) is None:
+                self._leave_to_first(promotion)
         self._pool.release([promotion.device_block for promotion in promotions])
 
     def promotions_failed(self, promotions: Seq[Promotion]) -> None:
@@ -155,6 +179,7 @@ class PagedMemory:
             self._end(promotion)
             for arrival, index in promotion.waiters:
                 arrival.num_valid_blocks = min(arrival.num_valid_blocks, index)
+            self._leave_to_first(promotion)
             self._drop_from_host(promotion.key)
         self._pool.release([promotion.device_block for promotion in promotions])
 
@@ -259,6 +284,12 @@ class PagedMemory:
             del self._queued[promotion.key]
         for arrival, _ in promotion.waiters:
             arrival.num_missing -= 1
+
+    def _leave_to_first(self, promotion: Promotion) -> None:
+        """A block without a key that several wait for: only the first of them may ever write it."""
+        waiters = [waiter for waiter in promotion.waiters if not waiter[0].withdrawn]
+        for arrival, index in waiters[1:]:
+            arrival.taken_blocks.append(index)
 
     def _drop_from_host(self, key: bytes) -> None:
         self._ledger.moving(key, self._tier_of(key))

@@ -26,7 +26,7 @@ def key_of(chain: int, index: int) -> bytes:
     return bytes((node, index % 256, index // 256)).ljust(16, b"k")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Tenant:
     """A sequence that holds blocks."""
 
@@ -93,19 +93,24 @@ class MemoryWorkload:
         if tenant.arrival is not None:
             if tenant.arrival.num_missing:
                 return
+            try:
+                self.memory.own_lost_blocks(tenant.table, tenant.arrival)
+            except OutOfBlocks:
+                self.outcomes["waits for a block"] += 1
+                return
+            self.copy_out(failed=False)
             tenant.computed = tenant.arrival.num_valid_blocks * self.block_size
             tenant.arrival = None
         end = min(tenant.computed + num_tokens, len(tenant.table) * self.block_size)
         self._check_contents(tenant)
         for index in range(tenant.computed // self.block_size, -(-end // self.block_size)):
             block, key = tenant.table[index], key_of(tenant.chain, index)
+            users = [other for other in self.tenants if block in other.table and other.arrival is None]
+            require("what is written belongs to one", users == [tenant], block)
             whole = end >= (index + 1) * self.block_size
+            self._device[block] = key if whole else None
             if whole:
-                self._device[block] = key
                 self.memory.publish(block, key)
-            elif self._device.get(block) != key:
-                # Else it holds these very tokens: a copy for several sequences failed, and one was faster.
-                self._device[block] = None
         tenant.computed = max(end, tenant.computed)
 
     def grow(self, pick: int) -> None:
@@ -122,7 +127,10 @@ class MemoryWorkload:
     def release(self, pick: int) -> None:
         """Let a sequence go, whatever it waits for."""
         if self.tenants:
-            self.memory.release(self.tenants.pop(pick % len(self.tenants)).table)
+            tenant = self.tenants.pop(pick % len(self.tenants))
+            if tenant.arrival is not None:
+                tenant.arrival.withdrawn = True
+            self.memory.release(tenant.table)
             self.memory.drop_abandoned()
 
     def evict(self, num_blocks: int) -> None:

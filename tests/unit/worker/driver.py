@@ -166,6 +166,7 @@ class Driver:
     def run(self, plan: Plan) -> Report:
         """Run a plan and read its report."""
         report = self.engine.run_step(plan, lambda: self.runner.now)
+        assert not self.runner.violations, self.runner.violations
         self.read(plan, report)
         return report
 

@@ -82,6 +82,7 @@ class ShadowRunner:
         self.copy_s_per_block = 1e-6
         self.blocks_out = self.blocks_in = self.failed_copies_in = 0
         self.computed_tokens = 0
+        self.violations: list[AssertionError] = []
         self.batches: list[list[tuple[int, int, int]]] = []
         """(handle, start, tokens) of the rows of each successful attempt."""
         self._landing_blocks: set[int] = set()
@@ -105,6 +106,14 @@ class ShadowRunner:
         return "grammars" if sampling.structured is not None else None
 
     def execute(self, batch: StepBatch) -> StepResult:
+        try:
+            return self._execute(batch)
+        except AssertionError as violation:
+            # The engine takes whatever a runner raises for a failed step.
+            self.violations.append(violation)
+            raise
+
+    def _execute(self, batch: StepBatch) -> StepResult:
         for handle in batch.removed:
             self.known.discard(handle)
             self._hashes.pop(handle, None)
@@ -134,10 +143,12 @@ class ShadowRunner:
 
     def copy_to_host(self, copies: Seq[BlockCopy]) -> None:
         self._fail_copy()
-        assert len({copy.host_block for copy in copies}) == len(copies), "each host block is written once"
+        device_blocks = {copy.device_block for copy in copies}
+        host_blocks = {copy.host_block for copy in copies}
+        self._expect(len(host_blocks) == len(copies), "each host block is written once")
+        self._expect(device_blocks.isdisjoint(self._landing_blocks), "what is still coming is not copied out")
+        self._expect(host_blocks.isdisjoint(self._read_host_blocks), "what is being read is not overwritten")
         for copy in copies:
-            assert copy.device_block not in self._landing_blocks, "what is still coming is not copied out"
-            assert copy.host_block not in self._read_host_blocks, "what is being read is not overwritten"
             for slot in range(self.block_size):
                 self.host[copy.host_block, slot] = self.device[copy.device_block, slot]
         self.blocks_out += len(copies)
@@ -150,7 +161,7 @@ class ShadowRunner:
             self.failed_copies_in += len(copies)
             raise
         for copy in copies:
-            assert copy.device_block not in self._landing_blocks
+            self._expect(copy.device_block not in self._landing_blocks, "a block comes once")
             self._landing_blocks.add(copy.device_block)
             self._read_host_blocks.add(copy.host_block)
             for slot in range(self.block_size):
@@ -170,6 +181,10 @@ class ShadowRunner:
         failure = self.copy_failures.popleft() if self.copy_failures else None
         if failure is not None:
             raise failure
+
+    def _expect(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.violations.append(AssertionError(what))
 
     def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.block_table[position // self.block_size], position % self.block_size
