@@ -14,6 +14,7 @@ import enum
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final, Protocol
 
 REPLACEMENT: Final = "\ufffd"
@@ -30,6 +31,13 @@ class TextStream(Protocol):
 
     def flush(self) -> str:
         """Return what is left at the end: an unfinished character, as the tokenizer decodes it."""
+
+
+class Detokenizer(Protocol):
+    """Makes the text streams of one model."""
+
+    def stream(self, prompt_tail: Sequence[int], *, keep_special: bool) -> TextStream:
+        """Return the stream of a text that goes on after a prompt's last tokens."""
 
 
 class TableKind(enum.Enum):
@@ -66,9 +74,7 @@ class TokenTable:
     @property
     def longest_token_bytes(self) -> int:
         """Bytes of the longest token."""
-        return max(
-            (end - start for start, end in zip(self.offsets, self.offsets[1:], strict=False)), default=1
-        )
+        return max((end - start for start, end in pairwise(self.offsets)), default=1)
 
     def stream(self, prompt_tail: Sequence[int], *, keep_special: bool) -> TextStream:
         """Return the stream of a text that goes on after a prompt."""
@@ -176,7 +182,7 @@ class WindowStream:
     was shown. `_shown` counts characters of the window's text.
     """
 
-    __slots__ = ("_decoder", "_shown", "_skip_special", "_window")
+    __slots__ = ("_decoder", "_shown", "_skipped", "_window")
 
     _KEEP = 4
     _CUT_AT = 8
@@ -184,15 +190,15 @@ class WindowStream:
     # An unfinished character has at most three bytes, each of which may decode to one replacement.
     _UNFINISHED = 3
 
-    def __init__(self, decoder: Decoder, prompt_tail: Sequence[int], *, keep_special: bool) -> None:
+    def __init__(self, decoder: Decoder, prompt_tail: Sequence[int], skipped: frozenset[int]) -> None:
         self._decoder = decoder
-        self._skip_special = not keep_special
-        self._window = list(prompt_tail[-self._CUT_AT :])
+        self._skipped = skipped
+        self._window = [token_id for token_id in prompt_tail if token_id not in skipped]
         self._shown = len(self._text()) if self._window else 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
-        self._window.extend(token_ids)
+        self._window.extend([token_id for token_id in token_ids if token_id not in self._skipped])
         text = self._text()
         whole = text.rstrip(REPLACEMENT)
         end = max(len(whole), len(text) - self._UNFINISHED)
@@ -202,8 +208,7 @@ class WindowStream:
         new = text[self._shown : end]
         self._shown = max(self._shown, end)
         if end == len(text) and size >= self._CUT_AT:
-            del self._window[: -self._KEEP]
-            self._shown = len(self._text())
+            self._cut()
         return new
 
     def flush(self) -> str:
@@ -212,25 +217,30 @@ class WindowStream:
         new, self._shown = text[self._shown :], len(text)
         return new
 
+    def _cut(self) -> None:
+        kept = self._window[-self._KEEP :]
+        shown = len(self._decode(kept))
+        # With nothing before it, the next token would be taken for the first of the text.
+        if shown:
+            self._window, self._shown = kept, shown
+
     def _text(self) -> str:
-        return self._decoder.decode(self._window, self._skip_special)
+        return self._decode(self._window)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._decoder.decode(token_ids, skip_special_tokens=False)
 
 
-class Detokenizer:
-    """Makes the text streams of one model."""
+class WindowDetokenizer:
+    """A detokenizer that asks the tokenizer itself."""
 
-    def __init__(self, table: TokenTable | None, decoder: Decoder | None) -> None:
-        if (table is None) == (decoder is None):
-            raise ValueError("a model has either a table or a decoder")
-        self._table = table
+    def __init__(self, decoder: Decoder, special: frozenset[int]) -> None:
         self._decoder = decoder
+        self._special = special
 
     def stream(self, prompt_tail: Sequence[int], *, keep_special: bool) -> TextStream:
-        """Return the stream of a text that goes on after a prompt's last tokens."""
-        if self._table is not None:
-            return self._table.stream(prompt_tail, keep_special=keep_special)
-        assert self._decoder is not None
-        return WindowStream(self._decoder, prompt_tail, keep_special=keep_special)
+        """Return the stream of a text that goes on after a prompt."""
+        return WindowStream(self._decoder, prompt_tail, frozenset() if keep_special else self._special)
 
 
 def join_table(

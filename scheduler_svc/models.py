@@ -13,9 +13,9 @@ from octavo.sampling import SamplingParams
 from octavo.v1 import worker_pb2
 from tokenizers import Tokenizer
 
-from scheduler_svc.detokenizer import Detokenizer
+from scheduler_svc.detokenizer import Detokenizer, WindowDetokenizer
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.tokenization import TextSpec
+from scheduler_svc.tokenization import TextSpec, special_tokens
 from scheduler_svc.tokenizer_pool import TokenizerPool
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -155,12 +155,11 @@ class ModelRegistry:
             max_model_len=description.max_model_len,
         )
         try:
-            table = await self._pool.load(spec)
-            decoder = None
-            if table is None:
-                decoder = await asyncio.to_thread(Tokenizer.from_buffer, spec.tokenizer_json)
+            detokenizer: Detokenizer | None = await self._pool.load(spec)
         except ServiceError as error:
             raise IncompatibleWorker(error.message) from None
+        if detokenizer is None:
+            detokenizer = await asyncio.to_thread(_window_detokenizer, spec.tokenizer_json)
         return Model(
             id=description.model_id,
             revision=description.revision,
@@ -171,8 +170,13 @@ class ModelRegistry:
             has_chat_template=template is not None,
             eos_token_ids=frozenset(description.eos_token_ids),
             defaults=_complete(sampling_from_proto(description.generation_defaults)),
-            detokenizer=Detokenizer(table, decoder),
+            detokenizer=detokenizer,
         )
+
+
+def _window_detokenizer(tokenizer_json: bytes) -> WindowDetokenizer:
+    tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    return WindowDetokenizer(tokenizer, special_tokens(tokenizer))
 
 
 def _complete(defaults: SamplingParams) -> SamplingParams:

@@ -202,14 +202,18 @@ class TextModel:
         return Encoded(ids.tobytes(), b"".join(keys.chain(spec.root, ids, spec.block_size)), pieces)
 
 
+def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that are no text unless a client asks for them."""
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
 def make_table(tokenizer: Tokenizer) -> TokenTable | None:
     """Return the table of a tokenizer's tokens, or None when their text depends on their neighbours."""
     decoder = json.loads(tokenizer.to_str())["decoder"]
     steps = decoder.get("decoders", [decoder]) if decoder else []
     kinds = [step["type"] for step in steps]
-    special = frozenset(
-        token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-    )
+    special = special_tokens(tokenizer)
     table: TokenTable | None = None
     if kinds == ["ByteLevel"]:
         alphabet = _byte_level_alphabet()

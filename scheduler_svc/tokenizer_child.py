@@ -22,34 +22,32 @@ HEADER: Final = struct.Struct("<Q")
 _MAX_ADDRESS_SPACE: Final = 16 << 30
 
 
-_NOT_LOADED: Final = Failure("its process ended while it loaded the tokenizer")
-
-
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Answer jobs until there are no more."""
-    models: dict[str, TextModel | Failure] = {}
+    """Say that we listen, then answer jobs until there are no more."""
+    models: dict[str, TextModel] = {}
+    _send(replies, None)
     while header := requests.read(HEADER.size):
         (size,) = HEADER.unpack(header)
         message: TextSpec | Job = pickle.loads(requests.read(size))  # noqa: S301 - from our parent
-        reply = pickle.dumps(_answer(models, message), protocol=5)
-        replies.write(HEADER.pack(len(reply)) + reply)
-        replies.flush()
+        _send(replies, _answer(models, message))
 
 
-def _answer(models: dict[str, TextModel | Failure], message: TextSpec | Job) -> object:
+def _send(replies: IO[bytes], reply: object) -> None:
+    data = pickle.dumps(reply, protocol=5)
+    replies.write(HEADER.pack(len(data)) + data)
+    replies.flush()
+
+
+def _answer(models: dict[str, TextModel], message: TextSpec | Job) -> object:
     try:
         if isinstance(message, TextSpec):
             models[message.model] = TextModel(message)
             return None
-        model = models.get(message.model, _NOT_LOADED)
-        return model if isinstance(model, Failure) else model.run(message)
+        return models[message.model].run(message)
     except InputError as error:
         return Failure(error.problem, error.field, error.reason)
     except Exception as error:  # noqa: BLE001 - the parent decides what it means
-        failure = Failure(f"{type(error).__name__}: {error}")
-        if isinstance(message, TextSpec):
-            models[message.model] = failure
-        return failure
+        return Failure(f"{type(error).__name__}: {error}")
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 A thread would not do: `tokenizers` holds the interpreter's lock while it encodes (measured: 600 ms for
 120,000 tokens), and so does everything in Python around it. A child that crashes or takes too long is
-replaced; its job is tried once more after a crash, never after a timeout.
+replaced; its job is tried again after a crash, never after a timeout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import os
 import pickle
 import sys
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,8 +38,11 @@ _log = structlog.get_logger()
 _LARGE_BYTES: Final = 64 * 1024
 _MAX_PENDING: Final = 1024
 _MAX_PENDING_BYTES: Final = 64 << 20
-_MAX_ATTEMPTS: Final = 2
+# All children may have died for reasons of their own before one gets to work on a job.
+_MAX_ATTEMPTS: Final = 3
 _LOAD_TIMEOUT_S: Final = 60.0
+_LAST_BREATH_S: Final = 1.0
+_PAUSE_S: Final = 0.2
 
 
 class _Crashed(Exception):
@@ -57,11 +60,32 @@ class _Ticket:
 
 
 class _Child:
-    """One child process, started when it is needed and again when it is gone."""
+    """One child process. Whatever goes wrong with it ends it; `start` makes a new one."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self.loaded: set[str] = set()
+
+    async def start(self) -> None:
+        """Start the process unless it runs, and wait until it listens.
+
+        Raises:
+            _Crashed: it ended before it did.
+            TimeoutError: it took too long and was killed.
+        """
+        if self._process is not None:
+            return
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "scheduler_svc.tokenizer_child",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=1 << 20,
+            # One prompt, one core: the rest belongs to whoever computes.
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        )
+        await self._receive(self._process, _LOAD_TIMEOUT_S)
 
     async def exchange(self, message: TextSpec | Job, timeout_s: float) -> object:
         """Return the child's reply.
@@ -70,51 +94,46 @@ class _Child:
             _Crashed: the child ended instead of answering.
             TimeoutError: it took too long and was killed.
         """
-        if self._process is None:
-            self._process = await _start()
         process = self._process
+        if process is None:
+            raise _Crashed
         assert process.stdin is not None
-        assert process.stdout is not None
         data = pickle.dumps(message, protocol=5)
-        try:
-            async with asyncio.timeout(timeout_s):
-                process.stdin.write(HEADER.pack(len(data)))
-                process.stdin.write(data)
-                await process.stdin.drain()
-                (size,) = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
-                return pickle.loads(await process.stdout.readexactly(size))  # noqa: S301 - our child
-        except (asyncio.IncompleteReadError, ConnectionError):
-            await self.stop()
-            raise _Crashed from None
-        except BaseException:
-            # Also when cancelled: a reply nobody waits for must not be taken for the next one.
-            await self.stop()
-            raise
+        process.stdin.write(HEADER.pack(len(data)))
+        process.stdin.write(data)
+        return await self._receive(process, timeout_s)
 
-    async def stop(self) -> None:
-        """End the process, whatever it is doing."""
+    async def stop(self, *, dead: bool = False) -> None:
+        """End the process, whatever it is doing. `dead`: it is about to be gone by itself."""
         process, self._process = self._process, None
         self.loaded.clear()
         if process is None:
             return
         assert process.stdin is not None
         process.stdin.close()
+        if dead:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _LAST_BREATH_S)
+                return
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
 
-
-async def _start() -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "scheduler_svc.tokenizer_child",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=1 << 20,
-        # One prompt, one core: the rest belongs to whoever computes.
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-    )
+    async def _receive(self, process: asyncio.subprocess.Process, timeout_s: float) -> object:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await process.stdin.drain()
+                (size,) = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
+                return pickle.loads(await process.stdout.readexactly(size))  # noqa: S301 - our child
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await self.stop(dead=True)
+            raise _Crashed from None
+        except BaseException:
+            # Also when cancelled: a reply nobody waits for must not be taken for the next one.
+            await self.stop()
+            raise
 
 
 class TokenizerPool:
@@ -125,6 +144,8 @@ class TokenizerPool:
         self._specs: dict[str, TextSpec] = {}
         self._small: deque[_Ticket] = deque()
         self._large: deque[_Ticket] = deque()
+        self._broken: dict[str, Failure] = {}
+        self._crashed_loads: Counter[str] = Counter()
         self._pending_bytes = 0
         self._wakes = [asyncio.Event() for _ in range(size)]
         self._tasks: list[asyncio.Task[None]] = []
@@ -204,31 +225,41 @@ class TokenizerPool:
         try:
             while True:
                 wake.clear()
-                await self._load_into(child)
-                ticket = self._next(takes_large=takes_large)
-                if ticket is not None:
+                if not await self._prepare(child):
+                    await asyncio.sleep(_PAUSE_S)
+                elif (ticket := self._next(takes_large=takes_large)) is not None:
                     await self._answer(child, ticket)
-                    continue
-                await wake.wait()
+                else:
+                    await wake.wait()
         finally:
             await child.stop()
 
-    async def _load_into(self, child: _Child) -> None:
-        """Give a child the models that it does not have."""
+    async def _prepare(self, child: _Child) -> bool:
+        """Give a child the models that it does not have; return whether it is ready for jobs."""
         while missing := self._specs.keys() - child.loaded:
             model = missing.pop()
             try:
+                await child.start()
                 reply = await child.exchange(self._specs[model], _LOAD_TIMEOUT_S)
+                self._crashed_loads[model] = 0
             except (_Crashed, TimeoutError):
-                reply = Failure("the process ended while it loaded the tokenizer")
+                self._crashed_loads[model] += 1
+                _log.warning("tokenizer_crashed_while_loading", model=model)
+                if self._crashed_loads[model] < _MAX_ATTEMPTS:
+                    return False
+                reply = Failure("its process ends while it loads the tokenizer")
             child.loaded.add(model)
             if isinstance(reply, Failure):
+                self._broken[model] = reply
                 _log.error("tokenizer_load_failed", model=model, problem=reply.problem)
+        return True
 
     async def _answer(self, child: _Child, ticket: _Ticket) -> None:
         ticket.attempts += 1
+        result: object = self._broken.get(ticket.job.model)
         try:
-            result = await child.exchange(ticket.job, self._timeout_s)
+            if result is None:
+                result = await child.exchange(ticket.job, self._timeout_s)
         except TimeoutError:
             _log.warning("tokenizer_timeout", model=ticket.job.model, size_bytes=ticket.size_bytes)
             result = Failure(f"it took longer than {self._timeout_s:g} s")

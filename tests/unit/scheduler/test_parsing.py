@@ -1,0 +1,57 @@
+"""Messages that do not parse say why, by field."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from octavo.v1 import generation_pb2 as pb
+
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.parsing import Malformed, accept, lenient
+
+parse_request = lenient(pb.GenerateRequest)
+parse_session = lenient(pb.SessionRequest)
+
+
+def spoiled(message: pb.GenerateRequest | pb.SessionRequest) -> bytes:
+    return message.SerializeToString().replace(b"@@", b"\xff\xfe")
+
+
+def test_good_message_passes() -> None:
+    message = pb.GenerateRequest(text="hello", sampling={"n": 2})
+    assert accept(parse_request(message.SerializeToString())) == message
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.GenerateRequest(text="@@"), "text"),
+        (pb.GenerateRequest(model="@@", text="@@"), "model"),
+        (pb.GenerateRequest(sampling={"stop": ["fine", "@@"]}), "sampling.stop[1]"),
+        (pb.GenerateRequest(chat={"messages": [{"role": "@@"}]}), "chat.messages[0].role"),
+    ],
+)
+def test_field_that_is_not_utf8_is_named(message: pb.GenerateRequest, field: str) -> None:
+    parsed = parse_request(spoiled(message))
+    assert isinstance(parsed, Malformed)
+    assert parsed.error.violations == ((field, "is not valid UTF-8"),)
+    with pytest.raises(ServiceError):
+        accept(parsed)
+
+
+def test_session_message_keeps_the_id_of_its_request() -> None:
+    parsed = parse_session(spoiled(pb.SessionRequest(generate={"request_id": "r7", "text": "@@"})))
+    assert isinstance(parsed, Malformed)
+    assert (parsed.request_id, parsed.error.violations[0][0]) == ("r7", "text")
+    nameless = parse_session(spoiled(pb.SessionRequest(generate={"request_id": "@@"})))
+    assert isinstance(nameless, Malformed)
+    assert (nameless.request_id, nameless.error.violations[0][0]) == ("", "request_id")
+
+
+@given(data=st.binary(max_size=200))
+def test_any_bytes_become_a_message_or_a_reason(data: bytes) -> None:
+    parsed = parse_session(data)
+    if isinstance(parsed, Malformed):
+        assert parsed.error.reason == "INVALID_REQUEST"
+        assert parsed.error.message

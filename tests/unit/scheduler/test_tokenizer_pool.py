@@ -1,0 +1,114 @@
+"""Tokenizing in child processes: right, bounded in time, and not brought down by any one input."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from array import array
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from octavo.protocol.keys import chain
+from octavo.v1 import generation_pb2 as pb
+
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.tokenization import Decode, EncodeChat, Encoded, EncodeText, KeySpec, TakeTokens, TextSpec
+from scheduler_svc.tokenizer_pool import TokenizerPool
+from worker_svc.runner.sim import byte_level_tokenizer
+
+SPEC = TextSpec(
+    model="m",
+    tokenizer_json=byte_level_tokenizer().encode(),
+    chat_template="{% for m in messages %}{{ m.content }}{% endfor %}{% if spin %}"
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}",
+    special_tokens={},
+    bos_token_id=None,
+    vocab_size=259,
+    max_model_len=4096,
+)
+KEYS = KeySpec(b"root", 16)
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[TokenizerPool]:
+    pool = TokenizerPool(size=2, timeout_s=1.0)
+    pool.start()
+    await pool.load(SPEC)
+    yield pool
+    await pool.close()
+
+
+def ids_of(encoded: Encoded) -> list[int]:
+    ids = array("I")
+    ids.frombytes(encoded.token_ids)
+    return ids.tolist()
+
+
+async def test_text_becomes_tokens_and_keys(pool: TokenizerPool) -> None:
+    encoded = await pool.encode(EncodeText("m", "x" * 40, keys=KEYS), 40)
+    ids = ids_of(encoded)
+    assert len(ids) == 40
+    assert encoded.keys == b"".join(chain(b"root", ids, 16))
+    packed = pb.TokenIds(ids=ids).SerializeToString()
+    assert ids_of(await pool.encode(TakeTokens("m", packed, KEYS), 40)) == ids
+    assert await pool.decode(Decode("m", packed, keep_special=False)) == "x" * 40
+
+
+async def test_bos_is_put_before_text_once(pool: TokenizerPool) -> None:
+    await pool.load(replace(SPEC, model="with bos", bos_token_id=1))
+    assert ids_of(await pool.encode(EncodeText("with bos", "a"), 1))[0] == 1
+    again = ids_of(await pool.encode(EncodeText("with bos", "<|im_start|>a"), 1))
+    assert again.count(1) == 1
+    assert 1 not in ids_of(await pool.encode(EncodeText("with bos", "a", add_special_tokens=False), 1))
+
+
+async def test_children_that_are_killed_are_replaced_and_their_jobs_done(pool: TokenizerPool) -> None:
+    for pid in _children():
+        os.kill(pid, signal.SIGKILL)
+    encoded = await asyncio.gather(*(pool.encode(EncodeText("m", "still here"), 10) for _ in range(10)))
+    assert [len(ids_of(one)) for one in encoded] == [10] * 10
+
+
+async def test_template_that_never_ends_is_stopped_and_others_go_on(pool: TokenizerPool) -> None:
+    chat = pb.Chat(messages=[{"role": "user", "content": "a"}], template_vars_json='{"spin": true}')
+    endless = asyncio.create_task(pool.encode(EncodeChat("m", chat.SerializeToString()), 10))
+    others = [pool.encode(EncodeText("m", f"number {index}"), 10) for index in range(50)]
+    assert len(await asyncio.gather(*others)) == 50
+    with pytest.raises(ServiceError, match="longer than 1 s") as caught:
+        await endless
+    assert caught.value.reason == "TOKENIZER_FAILED"
+    assert len(ids_of(await pool.encode(EncodeText("m", "after"), 5))) == 5
+
+
+async def test_jobs_beyond_the_bound_are_refused(pool: TokenizerPool) -> None:
+    jobs = [pool.encode(EncodeText("m", "a"), 1) for _ in range(3000)]
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    refused = [result for result in results if isinstance(result, ServiceError)]
+    assert refused
+    assert {error.reason for error in refused} == {"QUEUE_FULL"}
+    assert all(isinstance(result, Encoded | ServiceError) for result in results)
+
+
+async def test_tokenizer_that_does_not_load_is_an_error_of_its_own(pool: TokenizerPool) -> None:
+    with pytest.raises(ServiceError, match="tokenizer failed"):
+        await pool.load(replace(SPEC, model="broken", tokenizer_json=b"{"))
+    assert len(ids_of(await pool.encode(EncodeText("m", "fine"), 4))) == 4
+
+
+async def test_closed_pool_leaves_no_process() -> None:
+    pool = TokenizerPool(size=2, timeout_s=1.0)
+    pool.start()
+    await pool.load(SPEC)
+    children = _children()
+    assert children
+    await pool.close()
+    assert not set(children) & set(_children())
+
+
+def _children() -> list[int]:
+    """The child processes of this process, from the kernel."""
+    path = f"/proc/self/task/{os.getpid()}/children"
+    with open(path, encoding="ascii") as file:  # noqa: PTH123 - a file of the kernel
+        return [int(pid) for pid in file.read().split()]
