@@ -39,6 +39,9 @@ def run(settings: WorkerSettings) -> int:
     A runner that hangs cannot keep the process alive: then this function does not return, it exits.
     """
     worker_logging.configure(settings.log_format, settings.log_level)
+    # Threads that spin while they wait starve each other as soon as anything else uses the cores: on two
+    # busy cores a step took 20 times as long. libgomp reads this when torch is loaded, which is later.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     worker = WorkerProcess(settings)
     try:
         code = asyncio.run(worker.serve())
