@@ -24,7 +24,6 @@ from tests.unit.worker.shadow_runner import EOS, ShadowRunner, reference
 from worker_svc.engine import Engine, EngineConfig
 from worker_svc.faults import Faults
 
-ROOT = root_key("revision", "", "shadow", 4, b"")
 ALL = 1 << 30
 
 
@@ -60,6 +59,7 @@ class Driver:
         num_host_blocks: int = 0,
         paged: bool = True,
         pin_budget_blocks: int = 0,
+        promote_blocks_per_step: int = 64,
         faults: Faults | None = None,
     ) -> None:
         self.config = EngineConfig(
@@ -72,6 +72,7 @@ class Driver:
             num_host_blocks=num_host_blocks,
             paged=paged,
             pin_budget_blocks=pin_budget_blocks,
+            promote_blocks_per_step=promote_blocks_per_step,
             check_integrity=True,
         )
         self.runner = ShadowRunner(block_size)
@@ -84,7 +85,7 @@ class Driver:
         self.host_keys: set[bytes] = set()
         self.failed_step: int | None = None
         self.cancelled: set[int] = set()
-        self.met: set[object] = set()
+        self.met: set[str] = set()
         """Kinds of things that reports have told."""
         self._held: set[int] = set()
         self._handles = itertools.count(1)
@@ -94,7 +95,9 @@ class Driver:
 
     # -- plans
 
-    def admit(self, *requests: Request, reserve: int | None = None, hold: bool = False) -> tuple[Admit, ...]:
+    def admit(
+        self, *requests: Request, reserve: int | None = None, hold: bool = False, salt: bytes = b""
+    ) -> tuple[Admit, ...]:
         """Return admissions of these requests, with handles of their own."""
         admits = []
         for request in requests:
@@ -109,7 +112,7 @@ class Driver:
                     token_ids=tokens,
                     prompt_len=len(request.prompt),
                     sampling=request.sampling,
-                    keys=tuple(self.keys(tokens)),
+                    keys=tuple(self.keys(tokens, salt)),
                     reserve_tokens=reserve,
                     hold_after_finish=hold,
                     priority=request.priority,
@@ -117,8 +120,9 @@ class Driver:
             )
         return tuple(admits)
 
-    def keys(self, tokens: list[int]) -> list[bytes]:
-        return chain(ROOT, tokens, self.config.block_size)
+    def keys(self, tokens: list[int], salt: bytes = b"") -> list[bytes]:
+        root = root_key("revision", "", "shadow", self.config.block_size, salt)
+        return chain(root, tokens, self.config.block_size)
 
     def seals(self) -> tuple[tuple[int, int, bytes], ...]:
         """Return the seals of all blocks that the tokens known by now fill."""
@@ -137,6 +141,7 @@ class Driver:
         *,
         skip: Iterable[int] = (),
         release: Iterable[int] = (),
+        seal: Iterable[tuple[int, int, bytes]] | None = None,
         resume_after: int | None = None,
     ) -> Plan:
         """Return the next plan; unless told otherwise it prefills all there is."""
@@ -149,13 +154,17 @@ class Driver:
             admit=admit,
             prefill=tuple(prefill),
             skip=tuple(skip),
-            seal=self.seals(),
+            seal=self.seals() if seal is None else tuple(seal),
             release=tuple(release),
             resume_after=resume_after,
         )
         self._next_step += 1
         self._released[plan.step] = set(plan.release)
         return plan
+
+    def cancel(self, *handles: int) -> None:
+        self.cancelled.update(handles)
+        self.engine.cancel(handles)
 
     # -- reports
 
@@ -209,10 +218,10 @@ class Driver:
             assert report.errors
 
     def _note_cases(self, report: Report) -> None:
-        self.met.add(report.status)
-        self.met.update(reason for _, reason in report.stalled)
-        self.met.update(entry.reason for entry in report.refused)
-        self.met.update(entry.reason for entry in report.finished)
+        self.met.add(report.status.name)
+        self.met.update(reason.name for _, reason in report.stalled)
+        self.met.update(entry.reason.name for entry in report.refused)
+        self.met.update(entry.reason.name for entry in report.finished)
         self.met.update("hit" for entry in report.admitted if entry.cached_tokens)
         self.met.update("host hit" for entry in report.admitted if entry.host_cached_tokens)
         self.met.update("released" for _ in report.released)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from octavo.protocol.steps import FinishReason, Plan, Priority, RefuseReason, StallReason, StepStatus
+from octavo.protocol.steps import Plan, Priority, StepStatus
 
 from tests.unit.worker.driver import Driver, Request, request
 from worker_svc.errors import StepFailed, StepOutOfMemory
@@ -102,8 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
     def cancel(self, pick: int, awaited: bool) -> None:
         handles = list(self.driver.awaited if awaited else self.driver.on_worker)
         if pick < len(handles):
-            self.driver.cancelled.add(handles[pick])
-            self.driver.engine.cancel([handles[pick], 10**6])
+            self.driver.cancel(handles[pick], 10**6)
             wanted = self.driver.awaited if awaited else self.driver.on_worker
             self.requests = [r for r in self.requests if r is not wanted[handles[pick]]]
 
@@ -190,13 +189,13 @@ def random_operation(machine: EngineMachine, rng: random.Random) -> None:
 def test_engine_under_random_load_loses_nothing_and_meets_every_case(seed: int) -> None:
     rng = random.Random(seed)
     machine = EngineMachine()
-    machine.start(num_blocks=rng.randint(16, 32), num_host_blocks=16, max_num_seqs=8)
+    machine.start(num_blocks=rng.randint(16, 24), num_host_blocks=16, max_num_seqs=4)
     for _ in range(1500):
         random_operation(machine, rng)
     machine.teardown()
     met = machine.driver.met
-    assert met >= {*StepStatus, StallReason.NO_BLOCK, StallReason.PROMOTING, RefuseReason.NO_BLOCKS}
-    assert met >= {FinishReason.STOP, FinishReason.LENGTH, "released", "hit", "host hit"}
+    assert met >= {"OK", "FAILED", "SKIPPED", "STOP", "LENGTH", "released", "hit", "host hit"}
+    assert met >= {"NO_BLOCK", "PROMOTING", "NO_BLOCKS", "MAX_NUM_SEQS"}
     runner = machine.driver.runner
     assert min(runner.blocks_in, runner.blocks_out, runner.failed_copies_in) > 0
 
@@ -207,4 +206,4 @@ EngineMachine.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-test_engine_under_any_plans_and_failures_loses_nothing = EngineMachine.TestCase
+test_engine_under_any_plans_and_failures_loses_nothing = pytest.mark.slow(EngineMachine.TestCase)
