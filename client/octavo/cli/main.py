@@ -30,6 +30,8 @@ COMMANDS: Final = {
     "chat": ("octavo.cli.chat", "talk to a model"),
     "batch": ("octavo.cli.batch", "run a file of requests, for throughput"),
     "status": ("octavo.cli.status", "show what a scheduler is doing"),
+    "health": ("octavo.cli.health", "say whether a service takes work"),
+    "bench": ("octavo.cli.bench", "measure what needs no service"),
     "replay": ("octavo.cli.replay", "replay a plan log, and tell why a request waited"),
 }
 

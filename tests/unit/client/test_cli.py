@@ -214,7 +214,7 @@ def test_service_without_its_extra_names_the_extra(service: str) -> None:
         "import sys; sys.modules['pydantic_settings'] = None; "
         f"from octavo.cli.main import main; sys.exit(main(['{service}']))"
     )
-    done = subprocess.run(  # noqa: S603 # our own interpreter
+    done = subprocess.run(  # our own interpreter
         [sys.executable, "-c", block], capture_output=True, text=True, timeout=30, check=False
     )
 

@@ -13,7 +13,7 @@ import pytest
 
 def test_import_loads_no_grpc_and_no_protobuf() -> None:
     code = "import sys, octavo.protocol.steps; print(sys.modules.keys() & {'grpc', 'google.protobuf'})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "set()"
 

@@ -1,0 +1,36 @@
+"""`octavo bench`: benchmarks that users can run."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from typing import Final
+
+from octavo.cli import output
+
+BENCHES: Final = {
+    "fragmentation": (
+        "octavo.bench.fragmentation",
+        "how much of the KV memory holds tokens, paged against contiguous",
+    ),
+}
+
+
+def configure(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the command's arguments."""
+    del name
+    benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True)
+    for bench, (module, what) in BENCHES.items():
+        bench_parser = benches.add_parser(bench, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        import_module(module).configure(bench_parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it and return the exit code."""
+    module, _ = BENCHES[arguments.bench]
+    try:
+        code: int = import_module(module).run(arguments)
+    except ModuleNotFoundError as error:
+        output.fail(f"octavo bench {arguments.bench} needs {error.name}: pip install 'octavo[bench]'")
+        return 1
+    return code
