@@ -29,6 +29,15 @@ TOML_TABLE: Final = "worker"
 
 _ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(?P<port>\d{1,5})")
 
+_RUNNER_OF: Final = {
+    **dict.fromkeys(("device", "num_threads", "padded"), "torch"),
+    **dict.fromkeys(
+        ("kv_cache_dtype", "quantization", "enforce_eager", "tensor_parallel_size", "vllm_args"), "vllm"
+    ),
+    **dict.fromkeys(("sim_profile", "sim_speed"), "sim"),
+}
+"""Settings that only one runner knows: elsewhere they would be ignored, and nobody would notice."""
+
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -169,6 +178,9 @@ class WorkerSettings(BaseSettings):
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) < max_num_seqs "
                 f"({self.max_num_seqs}): a step computes at least one token of every running sequence"
             )
+        for name, runner in _RUNNER_OF.items():
+            if self.runner != runner and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is for the {runner} runner, and the runner is {self.runner}")
         return self
 
     @field_validator("metrics_port", mode="before")

@@ -33,9 +33,9 @@ def test_settings_listen_takes_ipv6_and_metrics_can_be_off() -> None:
 
 
 def test_settings_vllm_args_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert WorkerSettings.load({"vllm_args": '{"seed": 1}'}).vllm_args == {"seed": 1}
+    assert WorkerSettings.load({"runner": "vllm", "vllm_args": '{"seed": 1}'}).vllm_args == {"seed": 1}
     monkeypatch.setenv("OCTAVO_WORKER_VLLM_ARGS", '{"seed": 2}')
-    assert WorkerSettings.load({}).vllm_args == {"seed": 2}
+    assert WorkerSettings.load({"runner": "vllm"}).vllm_args == {"seed": 2}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,8 @@ def test_settings_vllm_args_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: "),
         ({"vllm_args": "{"}, "vllm_args: "),
+        ({"quantization": "awq"}, "quantization is for the vllm runner, and the runner is torch"),
+        ({"runner": "vllm", "padded": True}, "padded is for the torch runner, and the runner is vllm"),
         ({"config_file": "/no/such/file.toml"}, "/no/such/file.toml: No such file"),
     ],
 )
