@@ -243,7 +243,8 @@ class SchedulerCore:
         idle = pool.idle_for(sequence)
         if idle is None:
             return
-        best = pool.best(sequence, now)
+        # Batches of the control arm are not joined, so nothing is left to a busy worker there.
+        best = pool.best(sequence, now) if self.config.static is None else None
         if best is not None and best.in_flight and sequence.deferrals < MAX_DEFERRALS:
             pool.leave(sequence, best)
         else:

@@ -37,6 +37,7 @@ class Draft:
     skip: list[int] = field(default_factory=list)
     released: list[Sequence] = field(default_factory=list)
     blocks: int = 0
+    shared_keys: set[bytes] = field(default_factory=set)
     blocks_coming: int = 0
     """Blocks that its releases give back."""
     decodes: int = 0
@@ -111,6 +112,7 @@ class Draft:
             plan=plan,
             sent_at=now,
             blocks=self.blocks,
+            shared_keys=self.shared_keys,
             blocks_coming=self.blocks_coming,
             decodes=self.decodes,
             prefill_tokens=self.prefill_tokens,
@@ -246,11 +248,14 @@ class ContinuousPlanner:
         if tokens == 0:
             return "max_partial_prefills" if self._config.chunked_prefill else "token_budget", {"todo": todo}
         blocks = worker.blocks_to_admit(sequence)
+        shared = 0
         if cached and sequence.trust_hits:
-            blocks -= min(worker.active_hits(sequence.keys), cached // worker.block_size)
+            shared = min(worker.active_hits(sequence.keys), cached // worker.block_size)
+            blocks -= shared
         spare = int(self._config.watermark * worker.info.geometry.num_blocks) if worker.busy else 0
         if blocks + spare > draft.available:
             return "blocks", {"needed": blocks, "watermark": spare, "available": draft.available}
+        draft.shared_keys.update(sequence.keys[:shared])
         self._admit(draft, sequence, (todo, tokens, blocks), now)
         return None
 

@@ -311,14 +311,23 @@ def _runs_of(report: Report) -> Iterable[tuple[int, ...]]:
 
 def _hold_prompts(worker: WorkerState, report: Report) -> None:
     """What a leader has published of its prompt is in use while it runs: its siblings will share it."""
-    for handle, _ in report.prefilled:
-        sequence = worker.sequences.get(handle)
-        if sequence is None or len(sequence.request.sequences) == 1:
+    stored: frozenset[bytes] | None = None
+    computed = [worker.sequences[handle] for handle, _ in report.prefilled if handle in worker.sequences]
+    for sequence in computed:
+        if len(sequence.request.sequences) == 1:
             continue
-        stored, held = frozenset(report.key_events.stored), sequence.num_hit_blocks
+        stored = stored or frozenset(report.key_events.stored)
+        held = sequence.num_hit_blocks
+        start = held
+        first = sequence.keys[start : start + 1]
         while held < len(sequence.keys) and sequence.keys[held] in stored:
             held += 1
-        worker.hold_keys(sequence, held)
+        # Where another computed the same block in the same step it is open whose was published.
+        same = [
+            other for other in computed if other.keys[start : start + 1] == sequence.keys[start : start + 1]
+        ]
+        if len(same) == 1:
+            worker.hold_keys(sequence, held)
 
 
 def _step_error(worker: WorkerState, report: Report) -> LogEvent:

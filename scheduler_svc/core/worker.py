@@ -29,7 +29,9 @@ class InFlight:
     plan: Plan
     sent_at: float
     blocks: int
-    """Blocks that it takes at most."""
+    """Blocks that it takes at most, next to those it shares."""
+    shared_keys: set[bytes]
+    """Keys of active blocks that its admissions are to share."""
     blocks_coming: int
     """Blocks that its releases give back."""
     decodes: int
@@ -276,10 +278,13 @@ class WorkerState:
         self.suspects.pop(sequence.handle, None)
         self.owed.pop(sequence.handle, None)
         for key in sequence.keys[: sequence.num_hit_blocks]:
-            if self.active_keys[key] == 1:
-                del self.active_keys[key]
-            else:
+            if self.active_keys[key] > 1:
                 self.active_keys[key] -= 1
+                continue
+            del self.active_keys[key]
+            for flight in self.in_flight:
+                # The block counts as evictable from now on, but the plan will take it back.
+                flight.blocks += key in flight.shared_keys
         sequence.num_hit_blocks = 0
         sequence.worker = None
 
