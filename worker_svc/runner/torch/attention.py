@@ -56,6 +56,7 @@ class PagedAttention:
         self._config = config
         self._device = pool.device_blocks.device
         self._dtype = pool.device_blocks.dtype
+        self._multiplies = self._dtype == torch.float32 and self._device.type == "cpu"
         self._slots = self._slot_index(packed.slots)
         self._decodes = [self._decode_piece(group) for group in self._groups(packed, pieces)]
         self._fresh: list[tuple[int, int]] = []
@@ -82,11 +83,21 @@ class PagedAttention:
         return out
 
     def _attend_decodes(self, piece: _Piece, layer: int, query: Tensor, out: Tensor) -> None:
-        shape = (piece.last - piece.first, self._config.num_kv_heads, -1, self._config.head_dim)
+        c = self._config
+        chunk = slice(piece.first, piece.last)
         keys, values = self._gather(piece, layer)
-        queries = query[piece.first : piece.last].view(shape)  # [b, kv_heads, group, head_dim]
-        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=piece.mask)
-        out[piece.first : piece.last].view(shape).copy_(attended)
+        if not self._multiplies:
+            shape = (-1, c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim)
+            queries = query[chunk].view(piece.last - piece.first, *shape[1:])  # [b, kv_heads, group, head_dim]
+            out[chunk].view(shape).copy_(
+                F.scaled_dot_product_attention(queries, keys, values, attn_mask=piece.mask)
+            )
+            return
+        shape = (-1, c.num_heads // c.num_kv_heads, c.head_dim)
+        queries = query[chunk].reshape(shape)  # [b * kv_heads, group, head_dim]
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [b * kv_heads, context, head_dim]
+        scores = torch.baddbmm(piece.mask, queries, keys.transpose(1, 2), alpha=c.head_dim**-0.5)
+        torch.bmm(scores.softmax(dim=-1), values, out=out[chunk].view(shape))
 
     def _attend_fresh(self, query: Tensor, heads: Tensor, out: Tensor) -> None:
         """A prompt's first chunk sees itself only: nothing is gathered."""
@@ -152,7 +163,9 @@ class PagedAttention:
             table[:span] = row.table[begin : begin + span]
         offsets = np.arange(width * block_size)[None] + begins[:, None] * block_size
         seen = self._seen(offsets, lengths[:, None] - 1)
-        mask = None if seen.all() else self._additive(seen)[:, None, None]
+        mask = self._additive(seen)[:, None, None]
+        if self._multiplies:
+            mask = mask.expand(-1, self._config.num_kv_heads, -1, -1).reshape(-1, 1, width * block_size)
         last = group[-1].first + 1
         return _Piece(group[0].first, last, self._head_index(tables), width, mask)
 
