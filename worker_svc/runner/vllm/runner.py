@@ -153,11 +153,11 @@ class VllmRunner:
 
     def _compute(self, rows: Seq[Row], result: StepResult) -> None:
         step = self._step_input(rows)
-        if not step.num_scheduled_tokens and not step.finished:
-            return
-        output = self._engine.step(step)
-        # Not before: until a step went through, vLLM may not have forgotten them.
-        self._finished = set()
+        output = None
+        if step.num_scheduled_tokens or step.finished:
+            output = self._engine.step(step)
+            # Not before: until a step went through, vLLM may not have forgotten them.
+            self._finished = set()
         self._collect(rows, output, result)
 
     def _warm_up(self) -> None:

@@ -147,5 +147,7 @@ def engine_args(settings: VllmSettings, *, on_cpu: bool) -> dict[str, Any]:
     elif on_cpu:
         args["gpu_memory_utilization"] = CPU_MEMORY_UTILIZATION
     if adapters:
-        args |= {"enable_lora": True, "max_loras": len(adapters), "max_cpu_loras": len(adapters)}
+        # vLLM's CPU kernels give rows without an adapter the last slot: an empty one makes that right.
+        slots = len(adapters) + 1 if on_cpu else len(adapters)
+        args |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots}
     return args | {name: value for name, value in settings.args.items() if name != "lora_modules"}

@@ -68,11 +68,17 @@ def test_engine_args_block_size_that_a_cpu_cannot_have_is_refused() -> None:
 def test_engine_args_adapters_make_room_for_themselves(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").touch()
 
-    args = args_of(args={"lora_modules": {"poet": str(tmp_path)}})
+    args = args_of(on_cpu=False, args={"lora_modules": {"poet": str(tmp_path)}})
 
     assert args["enable_lora"] is True
     assert args["max_loras"] == 1
     assert "lora_modules" not in args
+
+
+def test_engine_args_adapters_on_a_cpu_leave_a_slot_for_rows_without_one(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").touch()
+
+    assert args_of(args={"lora_modules": {"poet": str(tmp_path)}})["max_loras"] == 2
 
 
 @pytest.mark.parametrize(
