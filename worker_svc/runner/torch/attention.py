@@ -30,7 +30,7 @@ class _Piece:
     rows: Tensor
     """Rows of the pool's `head_rows`, for [2, sequences, kv_heads, blocks]."""
     num_blocks: int
-    mask: Tensor | None
+    mask: Tensor
     """Added to the scores; broadcasts to [sequences, heads or kv_heads, queries, context]."""
 
 
@@ -56,6 +56,7 @@ class PagedAttention:
         self._config = config
         self._device = pool.device_blocks.device
         self._dtype = pool.device_blocks.dtype
+        # One query token per sequence: two products are up to twice as fast as the CPU's flash kernel.
         self._multiplies = self._dtype == torch.float32 and self._device.type == "cpu"
         self._slots = self._slot_index(packed.slots)
         self._decodes = [self._decode_piece(group) for group in self._groups(packed, pieces)]
@@ -84,20 +85,21 @@ class PagedAttention:
 
     def _attend_decodes(self, piece: _Piece, layer: int, query: Tensor, out: Tensor) -> None:
         c = self._config
-        chunk = slice(piece.first, piece.last)
+        size = piece.last - piece.first
+        shape = (size, c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim)
+        queries, target = (
+            query[piece.first : piece.last].view(shape),
+            out[piece.first : piece.last].view(shape),
+        )
         keys, values = self._gather(piece, layer)
-        if not self._multiplies:
-            shape = (-1, c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim)
-            queries = query[chunk].view(piece.last - piece.first, *shape[1:])  # [b, kv_heads, group, head_dim]
-            out[chunk].view(shape).copy_(
-                F.scaled_dot_product_attention(queries, keys, values, attn_mask=piece.mask)
-            )
-            return
-        shape = (-1, c.num_heads // c.num_kv_heads, c.head_dim)
-        queries = query[chunk].reshape(shape)  # [b * kv_heads, group, head_dim]
-        keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [b * kv_heads, context, head_dim]
-        scores = torch.baddbmm(piece.mask, queries, keys.transpose(1, 2), alpha=c.head_dim**-0.5)
-        torch.bmm(scores.softmax(dim=-1), values, out=out[chunk].view(shape))
+        if self._multiplies:
+            products = (size * c.num_kv_heads, *shape[2:])  # [b * kv_heads, group, head_dim]
+            keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+            scale = c.head_dim**-0.5
+            scores = torch.baddbmm(piece.mask, queries.reshape(products), keys.transpose(1, 2), alpha=scale)
+            torch.bmm(scores.softmax(dim=-1), values, out=target.view(products))
+        else:
+            target.copy_(F.scaled_dot_product_attention(queries, keys, values, attn_mask=piece.mask))
 
     def _attend_fresh(self, query: Tensor, heads: Tensor, out: Tensor) -> None:
         """A prompt's first chunk sees itself only: nothing is gathered."""

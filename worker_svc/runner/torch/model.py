@@ -14,6 +14,7 @@ from worker_svc.runner.base import Progress
 from worker_svc.runner.torch.checkpoint import Checkpoint
 from worker_svc.runner.torch.compute import Compute
 from worker_svc.runner.torch.linear import Linear, make_linear
+from worker_svc.runner.torch.norm import RmsNorm
 from worker_svc.runner.torch.rope import adjacent_pairs, rotate_, rotations
 
 
@@ -26,12 +27,11 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attention_norm: Tensor
+    attention_norm: RmsNorm
     qkv: Linear
-    qk_norm: Tensor | None
-    """[heads + kv_heads, head_dim]."""
+    qk_norm: RmsNorm | None
     output: Linear
-    mlp_norm: Tensor
+    mlp_norm: RmsNorm
     gate_up: Linear
     down: Linear
 
@@ -47,7 +47,7 @@ class Model:
         for index in range(self.config.num_layers):
             progress("loading weights", index / (self.config.num_layers + 1))
             self._layers.append(loader.layer(index))
-        self._norm = loader.vector("model.norm.weight")
+        self._norm = loader.norm("model.norm.weight")
         self._embedding, self._head = loader.embedding_and_head()
         self.max_len = max_len
         self._turns = rotations(self.config, max_len, checkpoint.rope_factors).to(compute.device)
@@ -60,22 +60,19 @@ class Model:
         turns = self._turns[positions].unsqueeze(1)  # [T, 1, head_dim / 2]
         x = F.embedding(token_ids, self._embedding).to(self.compute.activations)  # [T, hidden]
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._normed(x, layer.attention_norm))  # [T, q + k + v]
+            qkv = layer.qkv(layer.attention_norm(x))  # [T, q + k + v]
             heads = qkv[:, :rotated].view(len(qkv), -1, config.head_dim)  # [T, heads + kv_heads, head_dim]
             if layer.qk_norm is not None:
-                heads.copy_(F.rms_norm(heads, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm)
+                heads.copy_(layer.qk_norm(heads))
             rotate_(heads, turns)
             x = layer.output.add(attention(index, qkv), x)
-            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)  # [T, intermediate]
+            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)  # [T, intermediate]
             x = layer.down.add(F.silu(gate).mul_(up), x)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [R, vocab] of R rows of the last layer's output."""
-        return self._head(self._normed(hidden, self._norm)).float()
-
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.config.hidden_size,), weight, self.config.rms_norm_eps)
+        return self._head(self._norm(hidden)).float()
 
 
 class _Loader:
@@ -91,18 +88,17 @@ class _Loader:
         c = self._config
         attention = f"{prefix}.self_attn"
         return _Layer(
-            attention_norm=self.vector(f"{prefix}.input_layernorm.weight"),
+            attention_norm=self.norm(f"{prefix}.input_layernorm.weight"),
             qkv=make_linear(self._qkv(attention, "weight"), self._qkv_bias(attention), self._compute),
             qk_norm=self._qk_norm(attention),
             output=self._linear(f"{attention}.o_proj", c.hidden_size, c.q_size),
-            mlp_norm=self.vector(f"{prefix}.post_attention_layernorm.weight"),
+            mlp_norm=self.norm(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=self._gate_up(f"{prefix}.mlp"),
             down=self._linear(f"{prefix}.mlp.down_proj", c.hidden_size, c.intermediate_size),
         )
 
-    def vector(self, name: str) -> Tensor:
-        weight = self._read(name, (self._config.hidden_size,))
-        return weight.to(self._compute.device, self._compute.activations)
+    def norm(self, name: str) -> RmsNorm:
+        return self._norm_of(self._read(name, (self._config.hidden_size,)))
 
     def embedding_and_head(self) -> tuple[Tensor, Linear]:
         shape = (self._config.vocab_size, self._config.hidden_size)
@@ -154,14 +150,18 @@ class _Loader:
     def _qkv_bias(self, prefix: str) -> Tensor | None:
         return self._qkv(prefix, "bias") if f"{prefix}.q_proj.bias" in self._checkpoint.names else None
 
-    def _qk_norm(self, prefix: str) -> Tensor | None:
+    def _norm_of(self, weight: Tensor) -> RmsNorm:
+        weight = weight.to(self._compute.device, self._compute.activations)
+        return RmsNorm(weight, self._config.rms_norm_eps)
+
+    def _qk_norm(self, prefix: str) -> RmsNorm | None:
         if f"{prefix}.q_norm.weight" not in self._checkpoint.names:
             return None
         c = self._config
         query = self._paired(self._read(f"{prefix}.q_norm.weight", (c.head_dim,)))
         key = self._paired(self._read(f"{prefix}.k_norm.weight", (c.head_dim,)))
-        both = torch.cat([query.expand(c.num_heads, -1), key.expand(c.num_kv_heads, -1)])
-        return both.to(self._compute.device, self._compute.activations)
+        by_head = torch.cat([query.expand(c.num_heads, -1), key.expand(c.num_kv_heads, -1)])
+        return self._norm_of(by_head)  # [heads + kv_heads, head_dim]
 
     def _paired(self, weight: Tensor) -> Tensor:
         if self._checkpoint.rope_pairs_adjacent:
