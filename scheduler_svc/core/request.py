@@ -47,6 +47,7 @@ class Sequence:
     """
 
     request: Request
+    request_id: str
     choice: int
     token_ids: list[int]
     keys: list[bytes]
@@ -128,7 +129,7 @@ class Sequence:
         """
         if to not in TRANSITIONS[self.status]:
             raise IllegalTransitionError(
-                f"{self.request.request_id}/{self.choice}: {self.status.value} -> {to.value}"
+                f"{self.request_id}/{self.choice}: {self.status.value} -> {to.value}"
             )
         self.status = to
 
@@ -194,7 +195,8 @@ class Request:
         choices = spec.sampling.n or 1
         for choice in range(choices):
             tokens = [*spec.prompt_token_ids, *spec.resumed.get(choice, ())]
-            sequence = Sequence(request, choice, tokens, list(spec.prompt_keys) if block_size else [])
+            keys = list(spec.prompt_keys) if block_size else []
+            sequence = Sequence(request, spec.request_id, choice, tokens, keys)
             if block_size is not None:
                 sequence.extend_keys(block_size)
             if choice > 0 and sequence.keys:

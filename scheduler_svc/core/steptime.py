@@ -36,21 +36,24 @@ class StepTimeModel:
 
     def observe(self, decodes: int, prefill_tokens: int, context_tokens: int, seconds: float) -> None:
         """Learn from one step."""
-        x = (1.0, float(decodes), float(prefill_tokens), context_tokens * 1e-3)
-        error = seconds - sum(w * v for w, v in zip(self._weights, x, strict=True))
+        b, c, d = decodes, prefill_tokens, context_tokens * 1e-3
+        w, cov = self._weights, self._cov
+        error = seconds - (w[0] + w[1] * b + w[2] * c + w[3] * d)
         self._last_error_s += 0.1 * (abs(error) - self._last_error_s)
-        projected = [sum(row[j] * x[j] for j in range(4)) for row in self._cov]
-        gain = FORGETTING + sum(x[i] * projected[i] for i in range(4))
-        for i in range(4):
+        # Unrolled: this runs once per step of each worker.
+        projected = [row[0] + row[1] * b + row[2] * c + row[3] * d for row in cov]
+        gain = FORGETTING + projected[0] + projected[1] * b + projected[2] * c + projected[3] * d
+        p0, p1, p2, p3 = projected
+        for i, row in enumerate(cov):
             step = projected[i] / gain
-            self._weights[i] += step * error
-            row = self._cov[i]
-            for j in range(4):
-                row[j] = (row[j] - step * projected[j]) / FORGETTING
-        if max(self._cov[i][i] for i in range(4)) > _MAX_GAIN:
-            for row in self._cov:
-                for j in range(4):
-                    row[j] *= 0.5
+            w[i] += step * error
+            row[0] = (row[0] - step * p0) / FORGETTING
+            row[1] = (row[1] - step * p1) / FORGETTING
+            row[2] = (row[2] - step * p2) / FORGETTING
+            row[3] = (row[3] - step * p3) / FORGETTING
+        if max(cov[0][0], cov[1][1], cov[2][2], cov[3][3]) > _MAX_GAIN:
+            for row in cov:
+                row[:] = [0.5 * value for value in row]
         self.num_observations += 1
 
     def prefill_tokens_within(self, seconds: float, decodes: int, context_tokens: int) -> int:
