@@ -41,7 +41,6 @@ class EngineConfig:
     block_size: int
     num_blocks: int
     max_num_seqs: int
-    max_num_batched_tokens: int
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     num_host_blocks: int = 0
@@ -306,30 +305,19 @@ class Engine:
         step.context_tokens = context_tokens
 
     def _chunks_of(self, plan: Plan, step: Step) -> dict[int, int]:
-        """Return the tokens to prefill by handle, within the budget that decodes leave.
-
-        A chunk that is alone may exceed the budget: a prompt runs whole when chunking is off.
-        """
-        live_of = self._roster.live
-        num_decodes = sum(live.sequence.prefill_done for live in live_of.values()) - len(plan.skip)
-        budget = self._config.max_num_batched_tokens - max(num_decodes, 0)
+        """Return the tokens to prefill by handle. How many a step may hold is the scheduler's care."""
         chunks: dict[int, int] = {}
         for handle, wanted in plan.prefill:
-            live = live_of.get(handle)
-            if live is None or live.sequence.prefill_done or handle in chunks:
+            live = self._roster.live.get(handle)
+            if live is None or live.sequence.prefill_done:
                 continue
             if live.arrival is not None:
                 waits = live.arrival.num_missing > 0
                 step.stalled.append((handle, StallReason.PROMOTING if waits else StallReason.NO_BLOCK))
                 continue
             left = len(live.sequence.token_ids) - live.sequence.num_computed_tokens
-            alone = num_decodes <= 0 and not chunks
-            num_tokens = min(wanted + live.lost_tokens, left)
-            if not alone:
-                num_tokens = min(num_tokens, budget)
-            if num_tokens > 0:
-                chunks[handle] = num_tokens
-                budget -= num_tokens
+            if wanted > 0:
+                chunks[handle] = min(wanted + live.lost_tokens, left)
         return chunks
 
 

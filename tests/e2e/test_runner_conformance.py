@@ -57,7 +57,6 @@ class Subject:
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
             max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             max_model_len=CONTEXT,
             eos_token_ids=self.info.eos_token_ids,
             num_host_blocks=num_host_blocks,

@@ -172,13 +172,6 @@ def test_stalled_sequence_goes_on_when_a_block_comes_free() -> None:
     assert two.output == driver.expected(two)
 
 
-def test_prefill_beyond_the_budget_is_cut_but_a_prompt_alone_runs_whole() -> None:
-    driver = Driver(max_num_batched_tokens=8)
-    assert driver.step(request(PROMPT)).prefilled == ((1, 10),)
-    report = driver.step(request(PROMPT[5:]), request(PROMPT[4:]))
-    assert report.prefilled == ((2, 5), (3, 2))
-
-
 def test_prompt_computed_before_is_shared_up_to_its_last_whole_block() -> None:
     driver = Driver()
     driver.step(request(PROMPT), request(PROMPT[:8]))
@@ -313,7 +306,6 @@ def test_config_whose_pool_cannot_hold_one_sequence_is_refused_with_the_arithmet
             block_size=4,
             num_blocks=8,
             max_num_seqs=1,
-            max_num_batched_tokens=8,
             max_model_len=32,
             pin_budget_blocks=2,
         )

@@ -35,7 +35,6 @@ class EngineMachine(RuleBasedStateMachine):
             num_host_blocks=num_host_blocks,
             max_num_seqs=max_num_seqs,
             max_model_len=50,
-            max_num_batched_tokens=24,
             pin_budget_blocks=3,
             faults=self.faults,
         )

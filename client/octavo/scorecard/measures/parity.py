@@ -82,7 +82,6 @@ def _worker_engine() -> tuple[int, Engine]:
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
         max_num_seqs=BATCH,
-        max_num_batched_tokens=4096,
         max_model_len=max_model_len,
         eos_token_ids=runner.info.eos_token_ids,
     )
