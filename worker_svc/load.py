@@ -105,6 +105,7 @@ def _load_torch(settings: WorkerSettings, progress: Progress) -> ModelRunner:
         dtype=settings.dtype,
         num_threads=settings.num_threads,
         max_model_len=settings.max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         padded=settings.padded,
     )
@@ -130,6 +131,7 @@ def _load_vllm(settings: WorkerSettings, progress: Progress) -> ModelRunner:
         tensor_parallel_size=settings.tensor_parallel_size,
         trust_remote_code=settings.trust_remote_code,
         max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=settings.max_model_len,
         block_size=settings.tokens_per_block,
         gpu_memory_utilization=settings.gpu_memory_utilization,
