@@ -28,6 +28,7 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is (0 to 1)."""
 
 _POLL_S: Final = 0.05
+_NO_METRICS: Final = ("--metrics-port", "none")
 _ERROR_LEVELS: Final = ("error", "critical")
 
 
@@ -37,7 +38,7 @@ class StackError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackConfig:
-    """What to start. Arguments are those of `octavo scheduler` and `octavo worker`."""
+    """What to start. Arguments are those of `octavo scheduler` and `octavo worker`, and come last."""
 
     model: str = "demo"
     num_workers: int = 1
@@ -50,8 +51,6 @@ class StackConfig:
     worker_args: Sequence[str] = ()
     folder: Path | None = None
     """Where the logs go; None is a new temporary folder."""
-    metrics: bool = False
-    """Serve metrics on their usual ports."""
     env: dict[str, str] = field(default_factory=dict)
     """Added to the environment of the children."""
 
@@ -177,20 +176,17 @@ class Stack:
 
     def _worker(self, index: int, port: int) -> Child:
         address = f"{self.config.host}:{port}"
-        arguments = ["worker", "--listen", address, "--model", self.config.model, *self.config.worker_args]
-        if not self.config.metrics or index:
-            arguments += ["--metrics-port", "none"]
-        return Child(
-            f"worker-{index}", address, arguments, self.folder / f"worker-{index}.log", self.config.env
-        )
+        arguments = ["worker", "--listen", address, "--model", self.config.model, *_NO_METRICS]
+        return self._child(f"worker-{index}", address, [*arguments, *self.config.worker_args])
 
     def _scheduler(self, port: int) -> Child:
         address = f"{self.config.host}:{port}"
         workers = ",".join(worker.address for worker in self.workers)
-        arguments = ["scheduler", "--listen", address, "--workers", workers, *self.config.scheduler_args]
-        if not self.config.metrics:
-            arguments += ["--metrics-port", "none"]
-        return Child("scheduler", address, arguments, self.folder / "scheduler.log", self.config.env)
+        arguments = ["scheduler", "--listen", address, "--workers", workers, *_NO_METRICS]
+        return self._child("scheduler", address, [*arguments, *self.config.scheduler_args])
+
+    def _child(self, name: str, address: str, arguments: Sequence[str]) -> Child:
+        return Child(name, address, arguments, self.folder / f"{name}.log", self.config.env)
 
     def start(self) -> None:
         """Start every process; does not wait until they serve."""

@@ -1,0 +1,64 @@
+"""Commands against real services."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from octavo.cli.main import main
+from octavo.stack import Stack, StackConfig
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_health_serving_exits_0_for_scheduler_and_worker(sim_stack: Stack, capsys: Capture) -> None:
+    assert main(["health", sim_stack.endpoint]) == 0
+    assert main(["health", sim_stack.workers[0].address]) == 0
+
+    assert capsys.readouterr().out == "serving\nserving\n"
+
+
+def test_health_nobody_there_exits_3(capsys: Capture) -> None:
+    assert main(["health", "127.0.0.1:1", "--timeout", "1"]) == 3
+
+    assert capsys.readouterr().err == "octavo: error: 127.0.0.1:1 cannot be reached\n"
+
+
+def test_generate_seeded_prints_the_same_text_twice(sim_stack: Stack, capsys: Capture) -> None:
+    command = ["generate", "hello", "--max-tokens", "20", "--seed", "5", "--endpoint", sim_stack.endpoint]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    assert main(command) == 0
+
+    assert capsys.readouterr().out == first
+    assert len(first) > 1
+
+
+def test_status_json_accounts_for_every_request(sim_stack: Stack, capsys: Capture) -> None:
+    main(["generate", "hello", "--max-tokens", "2", "--endpoint", sim_stack.endpoint])
+    capsys.readouterr()
+    assert main(["status", "--json", "--endpoint", sim_stack.endpoint]) == 0
+
+    status = json.loads(capsys.readouterr().out)
+    assert status["arrivals"] == sum(status["outcomes"].values()) + status["live_requests"]
+    assert status["workers"][0]["state"] == "ready"
+
+
+def test_status_shows_the_worker_as_a_table(sim_stack: Stack, capsys: Capture) -> None:
+    assert main(["status", "--endpoint", sim_stack.endpoint]) == 0
+
+    shown = capsys.readouterr().out
+    assert sim_stack.workers[0].address in shown
+    assert "level 0 (normal)" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_demo_model_knows_the_capital_of_france(tmp_path: Path, capsys: Capture) -> None:
+    with Stack(StackConfig(folder=tmp_path)) as stack:
+        stack.wait_ready()
+        question = ["--message", "What is the capital of France?", "--temperature", "0", "--max-tokens", "24"]
+        assert main(["chat", *question, "--endpoint", stack.endpoint]) == 0
+
+    assert "Paris" in capsys.readouterr().out
