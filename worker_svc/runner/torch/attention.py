@@ -35,6 +35,15 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class _Fresh:
+    """Prompts from their first token, `count` of one `length`, whose keys and values are at hand."""
+
+    first: int
+    count: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class PieceSize:
     """How decodes are grouped, in bytes of gathered keys and values."""
 
@@ -58,13 +67,18 @@ class PagedAttention:
         self._dtype = pool.device_blocks.dtype
         # One query token per sequence: two products are up to twice as fast as the CPU's flash kernel.
         self._multiplies = self._dtype == torch.float32 and self._device.type == "cpu"
-        self._slots = self._slot_index(packed.slots)
+        self._stored = None if packed.stride is None else self._on_device(np.flatnonzero(packed.slots >= 0))
+        self._slots = self._slot_index(packed.slots[packed.slots >= 0])
         self._decodes = [self._decode_piece(group) for group in self._groups(packed, pieces)]
-        self._fresh: list[tuple[int, int]] = []
+        self._window: Tensor | None = None
+        self._fresh: list[_Fresh] = []
         self._chunks: list[_Piece] = []
+        if packed.stride is not None:
+            self._fresh.append(_Fresh(packed.chunks[0].first, len(packed.chunks), packed.stride))
+            return
         for chunk in packed.chunks:
-            if chunk.row.start == 0 and chunk.num_context <= (config.sliding_window or chunk.num_context):
-                self._fresh.append((chunk.first, chunk.first + chunk.row.num_tokens))
+            if chunk.row.start == 0:
+                self._fresh.append(_Fresh(chunk.first, 1, chunk.row.num_tokens))
             else:
                 self._chunks.append(self._chunk_piece(chunk))
 
@@ -73,12 +87,13 @@ class PagedAttention:
         c = self._config
         query, new = qkv[:, : c.q_size], qkv[:, c.q_size :]
         heads = new.view(len(new), 2 * c.num_kv_heads, c.head_dim)
-        self._pool.slot_rows[layer].index_put_((self._slots,), heads)
+        stored = heads if self._stored is None else heads[self._stored]
+        self._pool.slot_rows[layer].index_put_((self._slots,), stored)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for piece in self._decodes:
             self._attend_decodes(piece, layer, query, out)
-        for first, last in self._fresh:
-            self._attend_fresh(query[first:last], heads[first:last], out[first:last])
+        for fresh in self._fresh:
+            self._attend_fresh(fresh, query, heads, out)
         for piece in self._chunks:
             self._attend_chunk(piece, layer, query, out)
         return out
@@ -87,10 +102,8 @@ class PagedAttention:
         c = self._config
         size = piece.last - piece.first
         shape = (size, c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim)
-        queries, target = (
-            query[piece.first : piece.last].view(shape),
-            out[piece.first : piece.last].view(shape),
-        )
+        queries = query[piece.first : piece.last].view(shape)
+        target = out[piece.first : piece.last].view(shape)
         keys, values = self._gather(piece, layer)
         if self._multiplies:
             products = (size * c.num_kv_heads, *shape[2:])  # [b * kv_heads, group, head_dim]
@@ -101,34 +114,40 @@ class PagedAttention:
         else:
             target.copy_(F.scaled_dot_product_attention(queries, keys, values, attn_mask=piece.mask))
 
-    def _attend_fresh(self, query: Tensor, heads: Tensor, out: Tensor) -> None:
-        """A prompt's first chunk sees itself only: nothing is gathered."""
+    def _attend_fresh(self, fresh: _Fresh, query: Tensor, heads: Tensor, out: Tensor) -> None:
+        """The beginning of a prompt sees itself only: nothing is gathered."""
         c = self._config
+        tokens = slice(fresh.first, fresh.first + fresh.count * fresh.length)
+        keys, values = heads[tokens].view(fresh.count, fresh.length, 2, c.num_kv_heads, c.head_dim).unbind(2)
+        window = c.sliding_window is not None and fresh.length > c.sliding_window
         attended = F.scaled_dot_product_attention(
-            self._by_head(query),  # [1, heads, n, head_dim]
-            heads[:, : c.num_kv_heads].transpose(0, 1).unsqueeze(0),
-            heads[:, c.num_kv_heads :].transpose(0, 1).unsqueeze(0),
-            is_causal=True,
+            self._by_head(query[tokens], fresh.count),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=self._window_mask(fresh.length) if window else None,
+            is_causal=not window,
             enable_gqa=True,
         )
-        self._by_head(out).copy_(attended)
+        self._by_head(out[tokens], fresh.count).copy_(attended)
 
     def _attend_chunk(self, piece: _Piece, layer: int, query: Tensor, out: Tensor) -> None:
         keys, values = self._gather(piece, layer)
         chunk = slice(piece.first, piece.last)
         attended = F.scaled_dot_product_attention(
-            self._by_head(query[chunk]),
-            keys,
-            values,
-            attn_mask=piece.mask,
-            enable_gqa=True,
+            self._by_head(query[chunk], 1), keys, values, attn_mask=piece.mask, enable_gqa=True
         )
-        self._by_head(out[chunk]).copy_(attended)
+        self._by_head(out[chunk], 1).copy_(attended)
 
-    def _by_head(self, tokens: Tensor) -> Tensor:
-        """View [n, q] as [1, heads, n, head_dim]."""
-        heads = tokens.view(1, len(tokens), self._config.num_heads, self._config.head_dim)
+    def _by_head(self, tokens: Tensor, count: int) -> Tensor:
+        """View [count * n, q] as [count, heads, n, head_dim]."""
+        heads = tokens.view(count, -1, self._config.num_heads, self._config.head_dim)
         return heads.transpose(1, 2)
+
+    def _window_mask(self, length: int) -> Tensor:
+        if self._window is None or len(self._window) != length:
+            positions = np.arange(length)
+            self._window = self._additive(self._seen(positions[None], positions[:, None]))
+        return self._window
 
     def _gather(self, piece: _Piece, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values, [sequences, kv_heads, blocks * block_size, head_dim] each."""
@@ -207,11 +226,14 @@ class PagedAttention:
             + (np.arange(2) * heads)[:, None, None, None]
             + np.arange(heads)[None, None, :, None]
         )
-        return torch.from_numpy(rows.reshape(-1)).to(self._device)
+        return self._on_device(rows.reshape(-1))
 
     def _slot_index(self, slots: Ints) -> Tensor:
         """Return rows of `slot_rows` for slots [T], [T, 2 * kv_heads]."""
         block_size = self._pool.block_size
         blocks, offsets = np.divmod(slots, block_size)
         rows = (blocks * self._pool.block_stride)[:, None] + np.arange(2 * self._pool.num_heads)[None]
-        return torch.from_numpy(rows * block_size + offsets[:, None]).to(self._device)
+        return self._on_device(rows * block_size + offsets[:, None])
+
+    def _on_device(self, index: Ints) -> Tensor:
+        return torch.from_numpy(index).to(self._device)

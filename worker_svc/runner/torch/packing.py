@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +70,9 @@ class Packed:
     token_ids: Ints
     positions: Ints
     slots: Ints
-    """Per token: block * block_size + offset, where its keys and values go."""
+    """Per token: block * block_size + offset, where its keys and values go; negative for padding."""
+    stride: int | None = None
+    """Tokens from one of `chunks` to the next where all are padded to one length."""
 
     @property
     def rows(self) -> tuple[PackedRow, ...]:
@@ -79,24 +81,52 @@ class Packed:
 
 
 def pack(batch: StepBatch, tables: BlockTables, block_size: int) -> Packed:
-    """Pack `batch`."""
+    """Pack the rows of a step one after the other."""
     singles = sorted((row for row in batch.rows if row.num_tokens == 1), key=lambda row: row.start)
     longer = [row for row in batch.rows if row.num_tokens > 1]
-    starts = np.array([row.start for row in singles], dtype=np.int64)
-    last = np.array([row.sequence.token_ids[row.start] for row in singles], dtype=np.int64)
-    decodes = tuple(PackedRow(row, index, tables.of(row.sequence)) for index, row in enumerate(singles))
-    ids, positions, chunks = [last], [starts], []
-    block_ids = np.array([packed.table[packed.row.start // block_size] for packed in decodes], dtype=np.int64)
-    slots = [block_ids * block_size + starts % block_size]
-    first = len(singles)
-    for row in longer:
-        chunk = PackedRow(row, first, tables.of(row.sequence))
-        span = np.arange(row.start, chunk.num_context)
-        chunks.append(chunk)
-        ids.append(np.array(row.sequence.token_ids[row.start : chunk.num_context], dtype=np.int64))
-        positions.append(span)
-        slots.append(chunk.table[span // block_size] * block_size + span % block_size)
+    placed, first = [], 0
+    for row in (*singles, *longer):
+        placed.append(PackedRow(row, first, tables.of(row.sequence)))
         first += row.num_tokens
-    return Packed(
-        decodes, tuple(chunks), np.concatenate(ids), np.concatenate(positions), np.concatenate(slots)
-    )
+    return _fill(placed, len(singles), first, block_size)
+
+
+def pack_padded(batch: StepBatch, tables: BlockTables, block_size: int) -> Packed:
+    """Pack the rows of a step as static batching does: prompts take as much room as the longest.
+
+    Rows that do not begin a sequence (a chunk, a batch that is resumed) are not padded, so a step
+    has padding only when all its longer rows are whole prompts.
+    """
+    longer = [row for row in batch.rows if row.num_tokens > 1]
+    if any(row.start > 0 for row in longer) or not longer:
+        return pack(batch, tables, block_size)
+    singles = sorted((row for row in batch.rows if row.num_tokens == 1), key=lambda row: row.start)
+    stride = max(row.num_tokens for row in longer)
+    placed = [PackedRow(row, index, tables.of(row.sequence)) for index, row in enumerate(singles)]
+    placed += [
+        PackedRow(row, len(singles) + index * stride, tables.of(row.sequence))
+        for index, row in enumerate(longer)
+    ]
+    packed = _fill(placed, len(singles), len(singles) + len(longer) * stride, block_size)
+    return replace(packed, stride=stride)
+
+
+def _fill(placed: list[PackedRow], num_singles: int, num_tokens: int, block_size: int) -> Packed:
+    """Write down the tokens of rows that have their places; the gaps between them are padding."""
+    token_ids = np.zeros(num_tokens, dtype=np.int64)
+    positions = np.zeros(num_tokens, dtype=np.int64)
+    slots = np.full(num_tokens, -1, dtype=np.int64)
+    singles, longer = placed[:num_singles], placed[num_singles:]
+    if singles:
+        starts = np.array([packed.row.start for packed in singles])
+        blocks = np.array([packed.table[packed.row.start // block_size] for packed in singles])
+        token_ids[:num_singles] = [packed.row.sequence.token_ids[packed.row.start] for packed in singles]
+        positions[:num_singles] = starts
+        slots[:num_singles] = blocks * block_size + starts % block_size
+    for packed in longer:
+        row, place = packed.row, slice(packed.first, packed.first + packed.row.num_tokens)
+        span = np.arange(row.start, packed.num_context)
+        token_ids[place] = row.sequence.token_ids[row.start : packed.num_context]
+        positions[place] = span
+        slots[place] = packed.table[span // block_size] * block_size + span % block_size
+    return Packed(tuple(singles), tuple(longer), token_ids, positions, slots)

@@ -23,7 +23,7 @@ from worker_svc.runner.torch.gguf_file import open_gguf
 from worker_svc.runner.torch.hf_folder import open_hf_folder
 from worker_svc.runner.torch.kv_pool import KvPool
 from worker_svc.runner.torch.model import Model
-from worker_svc.runner.torch.packing import BlockTables, Packed, pack
+from worker_svc.runner.torch.packing import BlockTables, Packed, pack, pack_padded
 from worker_svc.runner.torch.profile import gpu_bytes_beside_kv
 from worker_svc.runner.torch.sampling import Sampler
 
@@ -132,7 +132,8 @@ class TorchRunner:
         self._sampler.forget(gone)
 
     def _step(self, batch: StepBatch, pool: KvPool) -> StepResult:
-        packed = pack(batch, self._tables, pool.block_size)
+        arrange = pack_padded if self._options.padded else pack
+        packed = arrange(batch, self._tables, pool.block_size)
         attention = PagedAttention(packed, pool, self._config, self._pieces)
         device = self._compute.device
         hidden = self._model.hidden(

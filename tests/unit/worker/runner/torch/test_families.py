@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import PreTrainedModel
 from tests.unit.worker.runner.torch.conftest import LoadFamily, load_folder
 from tests.unit.worker.runner.torch.driver import Driver
 from tests.unit.worker.runner.torch.families import FAMILIES, VOCAB_SIZE, save_model
+from worker_svc.runner.torch.model import Model
 
 REPORTING = SamplingParams(temperature=0.0, logprobs=3)
 
@@ -86,7 +89,7 @@ def test_shared_prompt_blocks_serve_both_sequences(load_family: LoadFamily) -> N
         assert output == expected[len(sequence.token_ids) - 6 : len(sequence.token_ids) - 1]
 
 
-def test_weights_split_over_several_files_are_all_found(load_family: LoadFamily, tmp_path) -> None:
+def test_weights_split_over_several_files_are_all_found(load_family: LoadFamily, tmp_path: Path) -> None:
     reference = save_model(FAMILIES["llama"], tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     driver = Driver(load_folder(tmp_path), num_blocks=20)
@@ -99,7 +102,7 @@ def test_weights_split_over_several_files_are_all_found(load_family: LoadFamily,
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_stays_close_to_float32(dtype: str, tmp_path) -> None:
+def test_half_precision_stays_close_to_float32(dtype: str, tmp_path: Path) -> None:
     reference = save_model(FAMILIES["qwen3"], tmp_path)
     driver = Driver(load_folder(tmp_path, dtype=dtype), num_blocks=40)
     sequences = [driver.add(prompt, REPORTING) for prompt in prompts([3, 40])]
@@ -111,3 +114,42 @@ def test_half_precision_stays_close_to_float32(dtype: str, tmp_path) -> None:
         report = result.logprobs[sequence.handle]
         assert report.logprob == pytest.approx(expected[report.token_id].item(), abs=0.2)
         assert expected[report.token_id] > expected.max() - 0.2
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_sliding", "qwen3"])
+def test_padded_batch_gives_the_same_tokens(family: str, tmp_path: Path) -> None:
+    reference = save_model(FAMILIES[family], tmp_path)
+    driver = Driver(load_folder(tmp_path, padded=True), num_blocks=80, block_size=4)
+    sequences = [driver.add(prompt, REPORTING) for prompt in prompts([3, 31, 1, 17])]
+    driver.step()
+    late = [driver.add(prompt, REPORTING) for prompt in prompts([25, 6], seed=8)]
+    reports: dict[int, list[TokenLogprobs]] = {one.handle: [] for one in (*sequences, *late)}
+
+    for _ in range(5):  # the first of these decodes some rows and pads the prompts of others
+        for handle, report in driver.step().logprobs.items():
+            reports[handle].append(report)
+
+    for sequence in (*sequences, *late):
+        expected = reference_logprobs(reference, sequence.token_ids[:-1])
+        start = len(sequence.token_ids) - len(reports[sequence.handle])
+        assert_follows(expected, start, reports[sequence.handle])
+
+
+def test_padding_costs_what_static_batching_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(FAMILIES["llama"], tmp_path)
+    computed: list[int] = []
+    hidden = Model.hidden
+
+    def counting(self: Model, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        computed.append(len(token_ids))
+        return hidden(self, token_ids, *args)
+
+    monkeypatch.setattr(Model, "hidden", counting)
+    for padded in (False, True):
+        driver = Driver(load_folder(tmp_path, padded=padded), num_blocks=40, block_size=4)
+        for prompt in prompts([3, 31, 5]):
+            driver.add(prompt)
+        driver.step()
+        driver.step()
+
+    assert computed == [39, 3, 93, 3]
