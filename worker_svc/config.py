@@ -30,7 +30,7 @@ TOML_TABLE: Final = "worker"
 _ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(?P<port>\d{1,5})")
 
 _RUNNER_OF: Final = {
-    **dict.fromkeys(("device", "num_threads", "padded"), "torch"),
+    **dict.fromkeys(("device", "padded"), "torch"),
     **dict.fromkeys(
         ("kv_cache_dtype", "quantization", "enforce_eager", "tensor_parallel_size", "vllm_args"), "vllm"
     ),
@@ -77,7 +77,7 @@ class WorkerSettings(BaseSettings):
     tensor_parallel_size: Count = Field(1, description="GPUs that share the model (vllm)")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
     num_threads: Count | None = Field(None, description="threads of the runner; by default one per core")
-    vllm_args: dict[str, Any] = Field({}, description="further engine arguments of vLLM, as JSON")
+    vllm_args: dict[str, Any] = Field({}, description="further engine arguments of vLLM")
 
     # How much at once
     max_num_seqs: Count = Field(32, description="sequences that run at the same time, at most")

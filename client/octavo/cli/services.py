@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -40,6 +41,16 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
                 default=argparse.SUPPRESS,
                 help=_help(field.description, "yes" if field.default else "no"),
             )
+        elif get_origin(field.annotation) is dict:
+            parser.add_argument(
+                flag.removesuffix("s"),
+                action="append",
+                type=_pair,
+                dest=_GIVEN + field_name,
+                metavar="NAME=VALUE",
+                default=argparse.SUPPRESS,
+                help=_help(f"one of the {field.description}; may be repeated", None),
+            )
         else:
             parser.add_argument(
                 flag,
@@ -48,6 +59,17 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
                 default=argparse.SUPPRESS,
                 help=_help(field.description, field.default),
             )
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    """Return name and value of `name=value`; a value that is JSON is read as such."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _metavar(annotation: Any) -> str:
@@ -81,6 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = {
         key.removeprefix(_GIVEN): value for key, value in vars(arguments).items() if key.startswith(_GIVEN)
     }
+    # Pairs come from flags that may be repeated.
+    given = {key: dict(value) if isinstance(value, list) else value for key, value in given.items()}
     module = import_module(_SERVICES[name][0])
     try:
         settings = load_settings(name).load(given)
