@@ -6,15 +6,18 @@ import os
 import signal
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from worker_svc.config import WorkerSettings
 from worker_svc.engine import Engine, EngineConfig
 from worker_svc.errors import SettingsError
 from worker_svc.faults import Faults, FaultyRunner
 from worker_svc.loop import Loaded
-from worker_svc.models import ModelFormat, ResolvedModel, resolve
 from worker_svc.runner.base import ModelInfo, ModelRunner, Progress
 from worker_svc.sizing import size
+
+if TYPE_CHECKING:
+    from worker_svc.models import ResolvedModel
 
 
 def load(settings: WorkerSettings, progress: Progress) -> Loaded:
@@ -92,10 +95,12 @@ def load_runner(settings: WorkerSettings, progress: Progress) -> ModelRunner:
             return _load_sim(settings, progress)
 
 
-# ruff: noqa: PLC0415 - torch and vLLM take seconds to import, and need not be installed
+# ruff: noqa: PLC0415 - what runners need takes seconds to import, and need not be installed
 
 
 def _load_torch(settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    from worker_svc.models import resolve
+
     # First: a wrong name should not have to wait for torch.
     model = resolve(settings.model, progress, settings.revision)
     from worker_svc.runner import torch
@@ -113,6 +118,7 @@ def _load_torch(settings: WorkerSettings, progress: Progress) -> ModelRunner:
 
 
 def _load_vllm(settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    from worker_svc.models import ModelFormat, resolve
     from worker_svc.runner.vllm import installed
     from worker_svc.runner.vllm.gguf_folder import hf_folder_of
     from worker_svc.runner.vllm.runner import VllmRunner
@@ -148,12 +154,15 @@ def _load_sim(settings: WorkerSettings, progress: Progress) -> ModelRunner:
     if settings.model == BUILT_IN:
         info = built_in_model()
     else:
+        from worker_svc.models import resolve
+
         info = simulated(_text_info(resolve(settings.model, progress, settings.revision), "sim"))
     return SimRunner(info, times, settings.sim_speed)
 
 
 def _text_info(model: ResolvedModel, runner: str) -> ModelInfo:
     """Return what a model's files say of text; the runner fills in what concerns the weights."""
+    from worker_svc.models import ModelFormat
     from worker_svc.runner.torch.gguf_file import open_gguf
     from worker_svc.runner.torch.hf_folder import read_json, read_text_side
 

@@ -21,6 +21,7 @@ from worker_svc.load import load
 from worker_svc.loop import EngineLoop, Loaded
 from worker_svc.metrics import Metrics, MetricsServer
 from worker_svc.progress import LoadingProgress
+from worker_svc.runner.vllm import placement
 from worker_svc.server import Business, WorkerServer, WorkerService, check_address
 from worker_svc.session import Sessions, Terms
 
@@ -42,6 +43,8 @@ def run(settings: WorkerSettings) -> int:
     # Threads that spin while they wait starve each other as soon as anything else uses the cores: on two
     # busy cores a step took 20 times as long. libgomp reads this when torch is loaded, which is later.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if settings.runner == "vllm":
+        placement.enter(settings.tensor_parallel_size, settings.num_threads)
     worker = WorkerProcess(settings)
     try:
         code = asyncio.run(worker.serve())

@@ -19,7 +19,7 @@ from octavo.protocol.transport import CLIENT_OPTIONS
 from octavo.v1 import common_pb2, operations_pb2, worker_pb2_grpc
 from octavo.v1 import worker_pb2 as pb
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 SLOW = '{"step_s": 0.05}'
 HANGING = '{"step_s": 1e6}'
 

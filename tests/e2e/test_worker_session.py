@@ -30,7 +30,7 @@ from worker_svc.runner.steptime import StepTimes
 from worker_svc.server import Business, WorkerServer, WorkerService
 from worker_svc.session import Session, Sessions, Terms
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 NUM_BLOCKS = 64
 MAX_MODEL_LEN = 256
 

@@ -15,7 +15,7 @@ from worker_svc.loop import EngineLoop, Loaded, StepEngine
 from worker_svc.runner.sim import built_in_model
 from worker_svc.sizing import Sizing
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class HeldEngine(StepEngine):
