@@ -105,11 +105,9 @@ class RequestRecord:
         accounts.metrics.prompt_tokens.inc(self._prompt_tokens)
         accounts.recent_prompt_tokens.add(now, self._prompt_tokens)
 
-    def tokens(self, last_at: float | None, now: float) -> None:
-        """A choice has new tokens; its last ones came at `last_at`."""
-        if last_at is not None:
-            self._accounts.metrics.inter_token.observe(now - last_at)
-        elif self._ttft_s is None:
+    def first_token(self, now: float) -> None:
+        """A choice has its first token."""
+        if self._ttft_s is None:
             self._ttft_s = now - self.arrival
             self._accounts.recent_ttft_s.add(now, self._ttft_s)
 

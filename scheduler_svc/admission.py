@@ -28,7 +28,7 @@ ANONYMOUS: Final = "anonymous"
 # Making Python integers of this many tokens takes a few hundred microseconds.
 _SLICE_TOKENS: Final = 8192
 # A bare gRPC deadline ends the call on the client's side; ours has to come before it to be heard.
-_DEADLINE_MARGIN_S: Final = 0.05
+_DEADLINE_MARGIN_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ class TokenTable:
     byte_tokens: frozenset[int] = field(default_factory=frozenset)
     strips_first_space: bool = False
     """A space at the very start of the text is no part of it (SentencePiece's dummy prefix)."""
+    texts: dict[int, str] = field(default_factory=dict, repr=False, compare=False)
+    """Tokens that have come up and are whole characters in themselves: most of them, most of the time."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -86,28 +88,34 @@ class TokenTable:
 class ByteLevelStream:
     """Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM): text is what the bytes of all tokens decode to."""
 
-    __slots__ = ("_decode", "_skipped", "_table")
+    __slots__ = ("_decoder", "_skipped", "_table", "_unfinished")
 
     def __init__(self, table: TokenTable, prompt_tail: Sequence[int], *, keep_special: bool) -> None:
         self._table = table
         self._skipped: frozenset[int] = frozenset() if keep_special else table.special
-        self._decode = _utf8_decoder("replace").decode
+        self._decoder = _utf8_decoder("replace")
+        self._unfinished = False
         # A prompt may end inside a character that the first tokens complete.
         self.feed(prompt_tail)
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
-        table, skipped = self._table, self._skipped
-        data, offsets, size = table.data, table.offsets, len(table.offsets) - 1
-        return self._decode(
-            b"".join(
-                [data[offsets[i] : offsets[i + 1]] for i in token_ids if 0 <= i < size and i not in skipped]
-            )
-        )
+        alone = len(token_ids) == 1 and not self._unfinished
+        if alone:
+            known = self._table.texts.get(token_ids[0])
+            if known is not None:
+                return known
+        token_bytes, skipped = self._table.token_bytes, self._skipped
+        data = b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in skipped])
+        text = self._decoder.decode(data)
+        self._unfinished = bool(self._decoder.getstate()[0])
+        if alone and not self._unfinished and token_ids[0] not in self._table.special:
+            self._table.texts[token_ids[0]] = text
+        return text
 
     def flush(self) -> str:
         """Return what is left at the end."""
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 class ByteFallbackStream:

@@ -214,18 +214,21 @@ class Driver:
             if isinstance(effect, FinishChoice) and effect.stop_token_id is not None
         }
         now = self._clock()
-        count = 0
+        live_requests, gaps, count = self._live, dict[float, int](), 0
         for delta in emit.deltas:
-            live = self._live.get(delta.request_id)
+            request_id, choice, token_ids, _ = delta
+            live = live_requests.get(request_id)
             if live is None:
                 continue
-            count += len(delta.token_ids)
-            hide_last = bool(last_is_stop) and (delta.request_id, delta.choice) in last_is_stop
+            count += len(token_ids)
             try:
-                if live.on_tokens(delta, now, hide_last=hide_last):
-                    stopped.append((delta.request_id, delta.choice))
+                hide_last = (request_id, choice) in last_is_stop
+                if live.on_tokens(delta, now, gaps, hide_last=hide_last):
+                    stopped.append((request_id, choice))
             except Exception:  # noqa: BLE001 - logged; a bug in there harms this request only
                 self._give_up(live)
+        for last_at, times in gaps.items():
+            self._metrics.inter_token.observe(now - last_at, times)
         self._metrics.output_tokens.inc(count)
         self._accounts.recent_output_tokens.add(now, count)
 

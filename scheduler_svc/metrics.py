@@ -26,10 +26,9 @@ _PLAN_BUCKETS: Final = (
 
 
 class BulkHistogram(Collector):
-    """A histogram that is observed once per token.
+    """A histogram that takes many equal values at once, as the tokens of a step are.
 
-    The library's takes 1.5 us for each observation, which at 256 sequences is a good part of a
-    step's budget; this takes a sixth of that. Written by one thread only.
+    The library's takes over a microsecond for each. Written by one thread only.
     """
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
@@ -39,10 +38,10 @@ class BulkHistogram(Collector):
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, count: int) -> None:
+        """Count a value this often."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
 
     def collect(self) -> Iterable[Metric]:
         """Yield the histogram as it stands."""

@@ -29,8 +29,9 @@ class Outbox(ABC):
 
     def grow(self, size_bytes: int) -> None:
         """Account for output that was added; cut the stream when it is too much."""
+        if not self._size_bytes:
+            self._ready.set()
         self._size_bytes += size_bytes
-        self._ready.set()
         if self._size_bytes > self._limit_bytes and not self.cut:
             self.cut = True
             if self._writer is not None:
@@ -138,7 +139,9 @@ class SessionOutbox(Outbox):
 
     def delta(self, request_id: str) -> pb.Delta:
         """Return a new event."""
-        return self._add(request_id).delta
+        event = self._message.events.add()
+        event.request_id = request_id
+        return event.delta
 
     def finished(self, request_id: str) -> pb.Finished:
         """Return a new event."""

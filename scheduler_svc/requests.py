@@ -43,7 +43,8 @@ class LiveRequest:
         self.ended = False
         self.on_end: Callable[[], None] | None = None
         self._outbox = outbox
-        self._call = call
+        self._return_token_ids = call.return_token_ids
+        self._skip_text = call.skip_text
         self._prompt_tokens = len(request.prompt_token_ids)
         self._seed = sampling.seed or 0
         self._error: common_pb2.Error | None = None
@@ -78,7 +79,7 @@ class LiveRequest:
                 choice.over = choice.over or FinishReason.LENGTH
         data = text.encode()
         field = f"resume[{index}].shown_bytes"
-        if self._call.skip_text:
+        if self._skip_text:
             return ""
         if resumed.shown_bytes > len(data):
             raise ServiceError.invalid(
@@ -106,10 +107,12 @@ class LiveRequest:
             if text:
                 self._show(self.choices[index], text, (), None)
 
-    def on_tokens(self, delta: TokenDelta, now: float, *, hide_last: bool) -> bool:
+    def on_tokens(self, delta: TokenDelta, now: float, gaps: dict[float, int], *, hide_last: bool) -> bool:
         """Take new tokens of a choice; return whether a stop string has just ended it.
 
-        `hide_last`: the last token is the one that stopped the choice.
+        Args:
+            gaps: counts when the choices of this step had their last tokens before.
+            hide_last: the last token is the one that stopped the choice.
         """
         choice = self.choices[delta.choice]
         if choice.over is not None:
@@ -119,9 +122,13 @@ class LiveRequest:
         if used < len(token_ids):
             token_ids = token_ids[:used]
             logprobs = logprobs[:used] if logprobs is not None else None
-        self.record.tokens(choice.last_token_at, now)
+        last = choice.last_token_at
         choice.last_token_at = now
-        if text or logprobs or self._call.return_token_ids:
+        if last is None:
+            self.record.first_token(now)
+        else:
+            gaps[last] = gaps.get(last, 0) + 1
+        if text or logprobs or self._return_token_ids:
             self._show(choice, text, token_ids, logprobs)
         return choice.over is not None
 
@@ -175,20 +182,20 @@ class LiveRequest:
         logprobs: tuple[TokenLogprobs, ...] | None,
     ) -> None:
         """Put output into the outbox, into the delta that waits there if there is one."""
-        if self._call.skip_text:
+        if self._skip_text:
             text = ""
         outbox = self._outbox
         delta = choice.delta
         size = len(text)
-        if delta is None or choice.batch != outbox.batch or len(delta.text) + size > _MAX_DELTA_CHARS:
+        if choice.batch != outbox.batch or delta is None or len(delta.text) + size > _MAX_DELTA_CHARS:
             delta = choice.delta = outbox.delta(self.request_id)
             choice.batch = outbox.batch
             delta.choice = choice.index
-            size += _EVENT_BYTES
             delta.text = text
+            size += _EVENT_BYTES
         elif text:
             delta.text += text
-        if token_ids and self._call.return_token_ids:
+        if token_ids and self._return_token_ids:
             delta.token_ids.extend(token_ids)
             size += 4 * len(token_ids)
         if logprobs:

@@ -15,9 +15,10 @@ from typing import Any, cast
 
 import grpc
 import grpc.aio
+from google.rpc import error_details_pb2, status_pb2
 from octavo.protocol.steps import TokenLogprobs
+from octavo.v1 import common_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 from octavo.v1 import generation_pb2 as pb
-from octavo.v1 import generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.main import SchedulerProcess
@@ -32,7 +33,7 @@ from worker_svc.runner.steptime import StepTimes
 from worker_svc.server import Business, WorkerServer, WorkerService
 from worker_svc.session import Sessions, Terms
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 EOS = 2
 
 
@@ -169,7 +170,7 @@ class Stack:
     async def generate(self, **fields: Any) -> Output:
         """Run one request over its own call and return all of it."""
         output = Output()
-        async for event in self.generation.Generate(pb.GenerateRequest(**fields), timeout=WAIT_S):
+        async for event in self.generation.Generate(request(**fields), timeout=WAIT_S):
             output.take(event)
         return output
 
@@ -200,6 +201,27 @@ class Output:
             case "finished":
                 assert event.finished.choice not in self.finished
                 self.finished[event.finished.choice] = event.finished
+
+
+def request(**fields: Any) -> pb.GenerateRequest:
+    """A request, from plain values."""
+    return pb.GenerateRequest(**fields)
+
+
+def error_of(failure: Any) -> common_pb2.Error:
+    """The error in the trailers of a call that failed; both of them must say the same."""
+    trailers = dict(failure.trailing_metadata())
+    error = common_pb2.Error.FromString(trailers["octavo-error-bin"])
+    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == (error.reason, "octavo")
+    assert failure.code().value[0] == status.code == error.code
+    assert failure.details() == status.message == error.message
+    if error.violations:
+        assert status.details[-1].Unpack(bad)
+    assert [entry.field for entry in bad.field_violations] == [entry.field for entry in error.violations]
+    return error
 
 
 async def until(condition: Any, what: str = "condition") -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from google.rpc import error_details_pb2, status_pb2
 from octavo.v1 import common_pb2, operations_pb2
 from octavo.v1 import generation_pb2 as pb
 
-from tests.e2e.scheduler_stack import WAIT_S, Stack, one_worker
+from tests.e2e.scheduler_stack import WAIT_S, Stack, error_of, one_worker, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONTEXT = 1024
@@ -29,22 +28,6 @@ async def refused(stack: Stack, **fields: Any) -> common_pb2.Error:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stack.generate(**fields)
     return error_of(caught.value)
-
-
-def error_of(failure: grpc.aio.AioRpcError) -> common_pb2.Error:
-    trailers = dict(failure.trailing_metadata())
-    error = common_pb2.Error.FromString(trailers["octavo-error-bin"])
-    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
-    info = error_details_pb2.ErrorInfo()
-    assert status.details[0].Unpack(info)
-    assert (info.reason, info.domain) == (error.reason, "octavo")
-    assert failure.code().value[0] == status.code == error.code
-    assert failure.details() == error.message
-    bad = error_details_pb2.BadRequest()
-    if error.violations:
-        assert status.details[-1].Unpack(bad)
-    assert [entry.field for entry in bad.field_violations] == [entry.field for entry in error.violations]
-    return error
 
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
@@ -138,16 +121,17 @@ async def test_structured_output_is_refused_by_name(stack: Stack) -> None:
 
 
 def raw(stack: Stack, method: str = "Generate") -> Any:
-    return stack.channel.unary_stream(f"/octavo.v1.Generation/{method}")
+    channel: Any = stack.channel
+    return channel.unary_stream(f"/octavo.v1.Generation/{method}")
 
 
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (pb.GenerateRequest(text="@@"), "text"),
-        (pb.GenerateRequest(sampling={"stop": ["a", "@@"]}, text="a"), "sampling.stop[1]"),
+        (request(text="@@"), "text"),
+        (request(sampling={"stop": ["a", "@@"]}, text="a"), "sampling.stop[1]"),
         (
-            pb.GenerateRequest(chat={"messages": [{"role": "user"}, {"role": "user", "content": "@@"}]}),
+            request(chat={"messages": [{"role": "user"}, {"role": "user", "content": "@@"}]}),
             "chat.messages[1].content",
         ),
     ],

@@ -18,7 +18,9 @@ from tests.e2e.scheduler_stack import (
     Output,
     Stack,
     Worker,
+    error_of,
     one_worker,
+    request,
     scheduler,
     start_worker,
     until,
@@ -33,16 +35,12 @@ async def pair() -> AsyncIterator[Pair]:
         yield pair
 
 
-def error_of(failure: grpc.aio.AioRpcError) -> common_pb2.Error:
-    return common_pb2.Error.FromString(dict(failure.trailing_metadata())["octavo-error-bin"])
-
-
 async def failure(stack: Stack, **fields: Any) -> tuple[common_pb2.Error, Output]:
     """Run a request that fails; return its error and what had come before."""
     output = Output()
 
     async def run() -> None:
-        async for event in stack.generation.Generate(pb.GenerateRequest(**fields), timeout=WAIT_S):
+        async for event in stack.generation.Generate(request(**fields), timeout=WAIT_S):
             output.take(event)
 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -120,7 +118,7 @@ async def test_interactive_class_times_out_in_the_queue_by_default() -> None:
 async def test_bare_grpc_deadline_is_told_with_its_phase(pair: Pair) -> None:
     stack, worker = pair
     worker.gate.close()
-    call = stack.generation.Generate(pb.GenerateRequest(text="abc"), timeout=1.0)
+    call = stack.generation.Generate(pb.GenerateRequest(text="abc"), timeout=5.0)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         _ = [event async for event in call]
     assert error_of(caught.value).reason == "DEADLINE_RUNNING"
@@ -298,13 +296,12 @@ async def test_pins_beyond_the_budget_are_refused() -> None:
 async def test_tokenize_and_detokenize_are_each_others_inverse(pair: Pair) -> None:
     stack, _ = pair
     text = "Grüße 🎉"
-    request = pb.TokenizeRequest(text=text, return_pieces=True)
-    tokens = await stack.generation.Tokenize(request)
+    tokens = await stack.generation.Tokenize(pb.TokenizeRequest(text=text, return_pieces=True))
     assert len(tokens.pieces) == len(tokens.token_ids) == len(text.encode())
     assert tokens.max_model_len == 1024
     back = await stack.generation.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids))
     assert back.text == text
-    chat = pb.TokenizeRequest(chat={"messages": [{"role": "user", "content": "a"}]})
+    chat = pb.TokenizeRequest(chat=request(chat={"messages": [{"role": "user", "content": "a"}]}).chat)
     assert len((await stack.generation.Tokenize(chat)).token_ids) > 5
     models = (await stack.generation.ListModels(pb.ListModelsRequest())).models
     assert [(model.id, model.workers, model.has_chat_template) for model in models] == [("echo", 1, True)]
@@ -313,11 +310,11 @@ async def test_tokenize_and_detokenize_are_each_others_inverse(pair: Pair) -> No
 async def client_of_the_storm(stack: Stack, index: int, dice: random.Random) -> None:
     """Ask for something; perhaps leave in the middle, perhaps set a deadline that cannot be met."""
     choices = dice.randint(1, 3)
-    request = pb.GenerateRequest(text=f"client {index} " * 10, sampling={"n": choices})
+    message = request(text=f"client {index} " * 10, sampling={"n": choices})
     hurried = dice.random() < 0.3
     if hurried:
-        request.terms.deadline_ms = dice.randint(1, 300)
-    call = stack.generation.Generate(request, timeout=WAIT_S)
+        message.terms.deadline_ms = dice.randint(1, 300)
+    call = stack.generation.Generate(message, timeout=WAIT_S)
     events_wanted = dice.randint(0, 5) if dice.random() < 0.4 else None
     output = Output()
     try:

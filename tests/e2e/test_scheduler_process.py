@@ -105,8 +105,8 @@ async def test_process_serves_metrics_and_drains_on_sigterm() -> None:
 
 
 async def _running(channel: grpc.aio.Channel) -> bool:
-    stub = operations_pb2_grpc.OperationsStub(channel)
-    response: Any = await stub.GetStatus(operations_pb2.GetStatusRequest())
+    stub: Any = operations_pb2_grpc.OperationsStub(channel)
+    response = await stub.GetStatus(operations_pb2.GetStatusRequest())
     return any(worker.running for worker in response.status.workers)
 
 

@@ -11,7 +11,7 @@ import pytest
 from octavo.v1 import common_pb2, generation_pb2_grpc
 from octavo.v1 import generation_pb2 as pb
 
-from tests.e2e.scheduler_stack import WAIT_S, Output, Stack, Worker, one_worker, until
+from tests.e2e.scheduler_stack import WAIT_S, Output, Stack, Worker, error_of, one_worker, until
 
 Pair = tuple[Stack, Worker]
 
@@ -107,7 +107,8 @@ async def test_session_bad_request_harms_nobody_else(pair: Pair) -> None:
 
 async def test_session_message_that_does_not_parse_fails_that_request_only(pair: Pair) -> None:
     stack, _ = pair
-    call = stack.channel.stream_stream("/octavo.v1.Generation/Session")()
+    channel: Any = stack.channel
+    call = channel.stream_stream("/octavo.v1.Generation/Session")()
     good = pb.SessionRequest(generate=pb.GenerateRequest(request_id="good", text="fine"))
     bad = pb.SessionRequest(generate=pb.GenerateRequest(request_id="bad", text="@@"))
     await call.write(bad.SerializeToString().replace(b"@@", b"\xff\xfe"))
@@ -245,5 +246,4 @@ async def test_slow_consumer_is_cut_and_others_go_on() -> None:
         await until(worker.is_empty)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await slow.read_until_ended("nobody")
-        error = common_pb2.Error.FromString(dict(caught.value.trailing_metadata())["octavo-error-bin"])
-        assert error.reason == "SLOW_CONSUMER"
+        assert error_of(caught.value).reason == "SLOW_CONSUMER"

@@ -16,12 +16,12 @@ CHATML = (
 )
 
 
-def render(source: str, messages: list[dict[str, Any]], **fields: Any) -> str:
+def render(source: str, messages: Any, **fields: Any) -> str:
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, max_chars=1000)
     return template.render(pb.Chat(messages=messages, **fields))
 
 
-def refusal(source: str, messages: list[dict[str, Any]], **fields: Any) -> tuple[str, str, str]:
+def refusal(source: str, messages: Any, **fields: Any) -> tuple[str, str, str]:
     with pytest.raises(InputError) as caught:
         render(source, messages, **fields)
     return caught.value.field, caught.value.reason, caught.value.problem

@@ -66,6 +66,12 @@ DETOKENIZERS: dict[str, Detokenizer] = {
 }
 
 
+def token(name: str, text: str) -> int:
+    token_id = TOKENIZERS[name].token_to_id(text)
+    assert token_id is not None
+    return token_id
+
+
 def in_pieces(detokenizer: Detokenizer, ids: list[int], cuts: set[int], *, keep_special: bool = False) -> str:
     """The text of tokens that come in pieces."""
     stream = detokenizer.stream((), keep_special=keep_special)
@@ -111,8 +117,8 @@ def test_byte_fallback_equals_the_whole(name: str, text: str, tail: list[int], c
     tokenizer = TOKENIZERS[name]
     ids: list[int] = []
     for character in text:
-        token = tokenizer.token_to_id(character.replace(" ", "\u2581"))
-        ids += [token] if token is not None else [4 + byte for byte in character.encode()]
+        known = tokenizer.token_to_id(character.replace(" ", "\u2581"))
+        ids += [known] if known is not None else [4 + byte for byte in character.encode()]
     # An unfinished character at the end; after a byte token it would spoil the run before it.
     if ids and ids[-1] >= 260:
         ids += tail
@@ -123,25 +129,24 @@ def test_byte_fallback_unfinished_bytes_are_replaced_one_by_one() -> None:
     stream = DETOKENIZERS["byte_fallback"].stream((), keep_special=False)
     euro = [4 + byte for byte in "€".encode()]
     assert stream.feed(euro[:2]) == ""
-    assert stream.feed([TOKENIZERS["byte_fallback"].token_to_id("ing")]) == "\ufffd\ufffding"
+    assert stream.feed([token("byte_fallback", "ing")]) == "\ufffd\ufffding"
     assert stream.feed(euro) == "€"
 
 
 def test_text_after_a_prompt_keeps_its_leading_space() -> None:
-    tokenizer = TOKENIZERS["byte_fallback_strip"]
-    the, fox = tokenizer.token_to_id("\u2581the"), tokenizer.token_to_id("\u2581fox")
-    bos = tokenizer.token_to_id("<s>")
-    detokenizer = DETOKENIZERS["byte_fallback_strip"]
+    name = "byte_fallback_strip"
+    bos, the, fox = token(name, "<s>"), token(name, "\u2581the"), token(name, "\u2581fox")
+    detokenizer = DETOKENIZERS[name]
     assert detokenizer.stream((bos, the), keep_special=False).feed([fox]) == " fox"
     assert detokenizer.stream((bos,), keep_special=False).feed([fox]) == "fox"
 
 
 def test_prompt_that_ends_inside_a_character_is_completed() -> None:
     tokenizer = TOKENIZERS["byte_level"]
-    ids = [tokenizer.token_to_id(token) for token in ("ð", "Ł", "Ĵ", "ī")]
+    ids = [token("byte_level", piece) for piece in ("ð", "Ł", "Ĵ", "ī")]
     assert tokenizer.decode(ids) == "💉"
     stream = DETOKENIZERS["byte_level"].stream(ids[:2], keep_special=False)
-    assert [stream.feed([token]) for token in ids[2:]] == ["", "💉"]
+    assert [stream.feed([token_id]) for token_id in ids[2:]] == ["", "💉"]
 
 
 @settings(max_examples=20)
@@ -160,7 +165,7 @@ def test_table_survives_a_process_boundary_and_skips_special_tokens() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     table = make_table(tokenizer)
     assert isinstance(table, TokenTable)
-    assert table.special == {tokenizer.token_to_id(token) for token in SPECIAL}
-    assert table.token_bytes(tokenizer.token_to_id("<think>")) == b"<think>"
+    assert table.special == {token("byte_level", text) for text in SPECIAL}
+    assert table.token_bytes(token("byte_level", "<think>")) == b"<think>"
     assert table.token_bytes(10**6) == b""
     assert json.loads(tokenizer.to_str())["decoder"]["type"] == "ByteLevel"

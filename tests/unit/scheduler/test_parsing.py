@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,15 @@ from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.parsing import Malformed, accept, lenient
+
+
+def request(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(**fields)
+
+
+def session(**generate: Any) -> pb.SessionRequest:
+    return pb.SessionRequest(generate=request(**generate))
+
 
 parse_request = lenient(pb.GenerateRequest)
 parse_session = lenient(pb.SessionRequest)
@@ -19,17 +30,17 @@ def spoiled(message: pb.GenerateRequest | pb.SessionRequest) -> bytes:
 
 
 def test_good_message_passes() -> None:
-    message = pb.GenerateRequest(text="hello", sampling={"n": 2})
+    message = request(text="hello", sampling={"n": 2})
     assert accept(parse_request(message.SerializeToString())) == message
 
 
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (pb.GenerateRequest(text="@@"), "text"),
-        (pb.GenerateRequest(model="@@", text="@@"), "model"),
-        (pb.GenerateRequest(sampling={"stop": ["fine", "@@"]}), "sampling.stop[1]"),
-        (pb.GenerateRequest(chat={"messages": [{"role": "@@"}]}), "chat.messages[0].role"),
+        (request(text="@@"), "text"),
+        (request(model="@@", text="@@"), "model"),
+        (request(sampling={"stop": ["fine", "@@"]}), "sampling.stop[1]"),
+        (request(chat={"messages": [{"role": "@@"}]}), "chat.messages[0].role"),
     ],
 )
 def test_field_that_is_not_utf8_is_named(message: pb.GenerateRequest, field: str) -> None:
@@ -41,10 +52,10 @@ def test_field_that_is_not_utf8_is_named(message: pb.GenerateRequest, field: str
 
 
 def test_session_message_keeps_the_id_of_its_request() -> None:
-    parsed = parse_session(spoiled(pb.SessionRequest(generate={"request_id": "r7", "text": "@@"})))
+    parsed = parse_session(spoiled(session(request_id="r7", text="@@")))
     assert isinstance(parsed, Malformed)
     assert (parsed.request_id, parsed.error.violations[0][0]) == ("r7", "text")
-    nameless = parse_session(spoiled(pb.SessionRequest(generate={"request_id": "@@"})))
+    nameless = parse_session(spoiled(session(request_id="@@")))
     assert isinstance(nameless, Malformed)
     assert (nameless.request_id, nameless.error.violations[0][0]) == ("", "request_id")
 
