@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from octavo.protocol.steps import Plan
+
 from scheduler_svc.core.core import SchedulerCore
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.request import Sequence, Status
@@ -116,6 +118,24 @@ def check_nothing_sleeps(core: SchedulerCore, now: float) -> None:
                 looked_after = sequence in left or (core.config.static is not None and woken)
                 names = (worker.worker_id, sequence.request.request_id)
                 require(not able or looked_after, "nobody sleeps while work waits", names)
+
+
+def check_order(core: SchedulerCore, worker_id: str, plan: Plan, passed: set[Sequence], now: float) -> None:
+    """Verify that whoever came before what a plan admits, in its class, was considered first."""
+    worker = core._workers.get(worker_id)
+    if worker is None:
+        return
+    pool = core._pools[worker.info.model]
+    for admit in plan.admit:
+        sequence = worker.sequences.get(admit.handle)
+        if sequence is None or sequence.preemptions or sequence.recoveries or sequence.choice:
+            continue
+        for other in pool.queue.lanes[sequence.request.priority].by_age():
+            if other.request.arrival >= sequence.request.arrival:
+                break
+            excused = other in passed or other.request.is_late(now) or not pool.can_hold(worker, other)
+            names = (worker_id, sequence.request_id, other.request_id)
+            require(excused, "nobody is passed over without a reason", names)
 
 
 def check_ended(core: SchedulerCore, hosts: Mapping[str, WorkerHost]) -> None:

@@ -184,6 +184,7 @@ class Chaos:
             observers=[self.monitor, self],
             timings=Timings(restart_s=1.0),
         )
+        self.monitor.hosts = self.cell.hosts
         for host in self.cell.hosts.values():
             self.faults.install(host)
             host.before_step = self._before_step

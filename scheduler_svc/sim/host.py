@@ -39,6 +39,9 @@ class StepMachine(Protocol):
     def lengths(self) -> dict[int, int]:
         """Tokens known of each live sequence, by handle."""
 
+    def has(self, seed: int, choice: int) -> bool:
+        """Return whether a choice of the request with this seed is here."""
+
     @property
     def quiet(self) -> bool:
         """Nothing is held for anybody."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from octavo.protocol.steps import Admit, FinishReason, Plan
@@ -19,7 +20,10 @@ from scheduler_svc.core.effects import (
     TokenDelta,
 )
 from scheduler_svc.core.events import NewRequest
-from scheduler_svc.sim.audit import InvariantError, check_core, check_nothing_sleeps
+from scheduler_svc.core.request import Sequence
+from scheduler_svc.core.worker import WorkerState
+from scheduler_svc.sim.audit import InvariantError, check_core, check_nothing_sleeps, check_order, require
+from scheduler_svc.sim.host import WorkerHost
 from scheduler_svc.sim.tokens import stream_of, token_at
 
 
@@ -53,12 +57,19 @@ class Monitor:
     """Raises `InvariantError` at the first effect that no core may have.
 
     Each request ends exactly once, and so does each of its choices; tokens come in order, each once
-    (a token is a function of its position); plans are numbered without a gap and handles ascend; the
-    accounts close. Every request of a run needs a seed of its own.
+    (a token is a function of its position); plans are numbered without a gap and handles ascend; nobody
+    is admitted while another worker still has it; under fcfs nobody is passed over in silence; the
+    accounts close, and every so often all books of the core are verified from scratch. Every request of
+    a run needs a seed of its own.
     """
 
     def __init__(self, core: SchedulerCore, audit_every: int = 64) -> None:
         self._core = core
+        self.hosts: Mapping[str, WorkerHost] = {}
+        """Set: what the workers hold is checked as well."""
+        self._passed: dict[str, set[Sequence]] = {}
+        """In this event: whom each worker's plans passed over, with a reason."""
+        core.explain_to(self._note_passed)
         self._audit_every = audit_every
         """Events between two looks into the core, which cost more than all the rest."""
         self._events = 0
@@ -87,12 +98,14 @@ class Monitor:
 
     def effects(self, effects: list[Effect], now: float) -> None:
         """Check what an event has led to."""
+        dead = {effect.worker_id for effect in effects if isinstance(effect, DetachWorker)}
         for effect in effects:
             if isinstance(effect, EmitTokens):
                 for delta in effect.deltas:
                     self._tokens(delta)
             elif isinstance(effect, SendPlan):
-                self._plan(effect.worker_id, effect.plan)
+                self._plan(effect.worker_id, effect.plan, now)
+                self._settled(effect.worker_id, effect.plan, dead)
             elif isinstance(effect, FinishChoice):
                 self._finish(effect)
             elif isinstance(effect, Reject):
@@ -104,6 +117,7 @@ class Monitor:
             elif isinstance(effect, LogEvent) and effect.name in {"worker_up", "worker_lost"}:
                 self._sessions.pop(str(effect.fields["worker_id"]), None)
         self._submitting = None
+        self._passed.clear()
         self._accounts()
         self._events += 1
         if self._events % self._audit_every == 0:
@@ -173,13 +187,32 @@ class Monitor:
 
     # Workers -------------------------------------------------------------------------------------
 
-    def _plan(self, worker_id: str, plan: Plan) -> None:
+    def _note_passed(
+        self, sequence: Sequence, worker: WorkerState, reason: str, figures: dict[str, object]
+    ) -> None:
+        self._passed.setdefault(worker.worker_id, set()).add(sequence)
+
+    def _plan(self, worker_id: str, plan: Plan, now: float) -> None:
         session = self._sessions.setdefault(worker_id, _Session())
         if plan.step != session.last_step + 1:
             raise InvariantError(f"{worker_id}: plan {plan.step} after {session.last_step}")
         session.last_step = plan.step
         for admit in plan.admit:
             self._admit(worker_id, session, admit)
+        if plan.admit and self._core.config.policy == "fcfs" and self._core.config.static is None:
+            check_order(self._core, worker_id, plan, self._passed.get(worker_id, set()), now)
+
+    def _settled(self, worker_id: str, plan: Plan, dead: set[str]) -> None:
+        """No other worker may still have what a plan admits; one whose stream is dead does not count."""
+        for admit in plan.admit:
+            for host in self.hosts.values():
+                if host.session and host.worker_id != worker_id and host.worker_id not in dead:
+                    seed = admit.sampling.seed or 0
+                    require(
+                        not host.machine.has(seed, admit.choice),
+                        "nobody is on two workers",
+                        (worker_id, host.worker_id, admit.handle),
+                    )
 
     def _admit(self, worker_id: str, session: _Session, admit: Admit) -> None:
         if admit.handle <= session.last_handle:

@@ -65,6 +65,7 @@ class _Row:
     """Tokens known."""
     stream: int
     seed: int
+    choice: int
     priority: Priority
     max_length: int
     """Length at which it ends."""
@@ -168,6 +169,10 @@ class SimWorker:
     def lengths(self) -> dict[int, int]:
         """Tokens known of each live sequence, by handle."""
         return {handle: row.length for handle, row in self._rows.items()}
+
+    def has(self, seed: int, choice: int) -> bool:
+        """Return whether a choice of the request with this seed is here."""
+        return any(row.seed == seed and row.choice == choice for row in self._rows.values())
 
     def handles_of(self, seeds: frozenset[int]) -> tuple[int, ...]:
         """Return the handles of the sequences with these seeds."""
@@ -319,6 +324,7 @@ class SimWorker:
             length=length,
             stream=stream_of(seed, admit.choice),
             seed=seed,
+            choice=admit.choice,
             priority=admit.priority,
             max_length=most,
             least_length=admit.prompt_len + (sampling.min_tokens or 0),
