@@ -75,7 +75,7 @@ class _Tally:
 async def leaks() -> Measured:
     """Speak the wire protocol itself, so that a second end could not hide behind the SDK."""
     tally, chance = _Tally(), random.Random(20)  # noqa: S311 # for repetition, not for secrets
-    with running(num_workers=2) as stack:
+    with running(num_workers=2, worker_args=("--num-threads", "1")) as stack:
         async with AsyncClient(stack.endpoint) as watcher:
             clients = [
                 _session(stack.endpoint, client, client < NUM_DYING, tally, chance.randrange(2**32))
