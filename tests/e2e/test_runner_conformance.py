@@ -101,12 +101,11 @@ def subject(request: pytest.FixtureRequest, model: tuple[Path, PreTrainedModel])
         {
             "model": str(folder),
             "runner": request.param,
-            "device": "cpu",
             "dtype": "float32",
             "block_size": BLOCK_SIZE,
             "max_num_seqs": MAX_NUM_SEQS,
             "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-            "enforce_eager": True,
+            **({"enforce_eager": True} if request.param == "vllm" else {"device": "cpu"}),
         }
     )
     runner = load_runner(settings, lambda what, fraction: None)

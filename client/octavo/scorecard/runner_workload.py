@@ -15,8 +15,8 @@ from typing import Any, Final, Literal
 from octavo.protocol.keys import chain, root_key
 from octavo.protocol.steps import Admit, FinishReason, Plan, Report, StepStatus, TokenLogprobs
 from octavo.sampling import SamplingParams
-from worker_svc.engine import Engine
 from worker_svc.kv.errors import require
+from worker_svc.loop import StepEngine
 
 ALL: Final = 1 << 30
 NEAR_TIE: Final = 1e-3
@@ -56,7 +56,7 @@ class Job:
 class PlanWorkload:
     """Runs jobs on one engine. With `disturb`, chunks, skips, preemptions and arrivals are random."""
 
-    def __init__(self, engine: Engine, block_size: int, max_num_seqs: int, seed: int = 0) -> None:
+    def __init__(self, engine: StepEngine, block_size: int, max_num_seqs: int, seed: int = 0) -> None:
         self._engine = engine
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs

@@ -1,0 +1,373 @@
+"""Octavo over vLLM against `vllm serve`, and against vLLM's executor with no server at all.
+
+The same model, settings, environment and traffic (128 tokens in, 64 out), in turns within one run, so that
+what else the machine does falls on all alike.
+"""
+
+# ruff: noqa: PLC0415 - torch and vLLM take seconds to import, and need not be installed
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import psutil
+
+from octavo.aio import AsyncClient
+from octavo.sampling import SamplingParams
+from octavo.scorecard import Measured, at_least, entry
+from octavo.stack import Stack, StackConfig, free_port
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from worker_svc.loop import StepEngine
+
+PROMPT_TOKENS: Final = 128
+OUTPUT_TOKENS: Final = 64
+ROUNDS: Final = 3
+MAX_NUM_SEQS: Final = 32
+MAX_NUM_BATCHED_TOKENS: Final = 512
+MAX_MODEL_LEN: Final = 1024
+NUM_BLOCKS: Final = 1024
+BLOCK_SIZE: Final = 32
+READY_S: Final = 1200.0
+_LOG: Final = "log"
+Rate = Callable[[int], Awaitable[float]]
+"""Runs one round at a concurrency and returns output tokens per second."""
+
+
+def _register() -> None:
+    for concurrency in (1, 8, 32):
+        _register_ratios(concurrency)
+
+
+def _register_ratios(concurrency: int) -> None:
+    @entry(
+        f"vllm.e2e_ratio_c{concurrency}",
+        f"output tokens per second of Octavo over those of `vllm serve`, {concurrency} at a time",
+        "ratio",
+        at_least(1.0),
+        long=True,
+    )
+    async def e2e_ratio() -> Measured:
+        async with _octavo() as octavo, _vllm_serve() as serve:
+            return await _ratio(octavo, serve, concurrency)
+
+    @entry(
+        f"vllm.limit_ratio_c{concurrency}",
+        f"output tokens per second of Octavo over those of vLLM's executor alone, {concurrency} at a time",
+        "ratio",
+        at_least(0.95),
+        long=True,
+    )
+    async def limit_ratio() -> Measured:
+        _enter()
+        async with _octavo() as octavo, _executor() as executor:
+            return await _ratio(octavo, executor, concurrency)
+
+    e2e_ratio.__qualname__ += str(concurrency)
+    limit_ratio.__qualname__ += str(concurrency)
+
+
+@entry(
+    "vllm.cpu_us_per_token",
+    "CPU of scheduler, worker shell and client per output token, 32 requests at a time over vLLM",
+    "us",
+    long=True,
+)
+async def cpu_us_per_token() -> Measured:
+    """The worker's shell is its main thread; the engine's thread and those of OpenMP are not in it."""
+    with _stack() as stack:
+        await asyncio.to_thread(stack.wait_ready, READY_S)
+        async with AsyncClient(stack.endpoint) as client:
+            await _octavo_round(client, MAX_NUM_SEQS)
+            before = _cpu_s(stack)
+            for _ in range(ROUNDS):
+                await _octavo_round(client, MAX_NUM_SEQS)
+            after = _cpu_s(stack)
+    tokens = ROUNDS * _requests_of(MAX_NUM_SEQS) * OUTPUT_TOKENS
+    per_token = {name: (after[name] - before[name]) / tokens * 1e6 for name in after}
+    return Measured(sum(per_token.values()), {name: round(value, 1) for name, value in per_token.items()})
+
+
+async def _ratio(octavo: Rate, other: Rate, concurrency: int) -> Measured:
+    """Take turns; the ratio is that of the medians."""
+    ours, theirs = [], []
+    await octavo(concurrency)
+    await other(concurrency)
+    for _ in range(ROUNDS):
+        ours.append(await octavo(concurrency))
+        theirs.append(await other(concurrency))
+    return Measured(
+        statistics.median(ours) / statistics.median(theirs),
+        {"octavo tokens/s": [round(rate, 1) for rate in ours], "other": [round(rate, 1) for rate in theirs]},
+    )
+
+
+def _requests_of(concurrency: int) -> int:
+    return max(2, 2 * concurrency)
+
+
+def _prompt(number: int) -> list[int]:
+    """Return a prompt that shares no block with another."""
+    return [10 + (number * 31 + index * 7) % 40_000 for index in range(PROMPT_TOKENS)]
+
+
+async def _round(concurrency: int, ask: Callable[[list[int]], Awaitable[int]]) -> float:
+    """Keep `concurrency` requests under way until all have been answered."""
+    room = asyncio.Semaphore(concurrency)
+
+    async def one(number: int) -> int:
+        async with room:
+            return await ask(_prompt(time.monotonic_ns() % 1_000_003 + number))
+
+    count = _requests_of(concurrency)
+    started = time.perf_counter()
+    tokens = sum(await asyncio.gather(*map(one, range(count))))
+    elapsed = time.perf_counter() - started
+    if tokens != count * OUTPUT_TOKENS:
+        raise RuntimeError(f"{tokens} tokens came, {count * OUTPUT_TOKENS} were asked for")
+    return tokens / elapsed
+
+
+# -- Octavo
+
+
+def _stack() -> Stack:
+    return Stack(
+        StackConfig(
+            worker_args=(
+                *("--runner", "vllm", "--max-num-seqs", str(MAX_NUM_SEQS)),
+                *("--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)),
+                *("--num-blocks", str(NUM_BLOCKS), "--max-model-len", str(MAX_MODEL_LEN)),
+            )
+        )
+    )
+
+
+@asynccontextmanager
+async def _octavo() -> AsyncIterator[Rate]:
+    with _stack() as stack:
+        await asyncio.to_thread(stack.wait_ready, READY_S)
+        async with AsyncClient(stack.endpoint) as client:
+            yield lambda concurrency: _octavo_round(client, concurrency)
+
+
+async def _octavo_round(client: AsyncClient, concurrency: int) -> float:
+    async def ask(prompt: list[int]) -> int:
+        result = await client.generate(prompt, max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+        return len(result.token_ids)
+
+    return await _round(concurrency, ask)
+
+
+def _cpu_s(stack: Stack) -> dict[str, float]:
+    """Return CPU seconds so far, by who spent them."""
+
+    def of(process: psutil.Process) -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    scheduler = psutil.Process(stack.scheduler.process.pid)
+    worker = psutil.Process(stack.workers[0].process.pid)
+    (shell,) = [thread for thread in worker.threads() if thread.id == worker.pid]
+    return {
+        "scheduler": of(scheduler) + sum(of(child) for child in scheduler.children()),
+        "worker shell": shell.user_time + shell.system_time,
+        "client": of(psutil.Process()),
+    }
+
+
+# -- vllm serve
+
+
+@asynccontextmanager
+async def _vllm_serve() -> AsyncIterator[Rate]:
+    """`vllm serve`, in the environment that our worker makes for itself."""
+    import aiohttp
+
+    port = free_port()
+    base = f"http://127.0.0.1:{port}"
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-vllm-serve-")))
+        server = _start_server(folder, port)
+        stack.callback(_end, server)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            await _until_up(session, base, server, folder)
+            yield lambda concurrency: _round(concurrency, lambda prompt: _completion(session, base, prompt))
+
+
+def _start_server(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    from worker_svc.runner.vllm import placement
+
+    model, dtype = _model_with_tokenizer(folder)
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port)),
+        *("--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", str(MAX_MODEL_LEN)),
+        *("--max-num-seqs", str(MAX_NUM_SEQS), "--block-size", str(BLOCK_SIZE)),
+        *("--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)),
+        *("--num-gpu-blocks-override", str(NUM_BLOCKS + 1), "--gpu-memory-utilization", "0.25"),
+        *("--disable-uvicorn-access-log", "--served-model-name", "demo"),
+    ]
+    cores = len(os.sched_getaffinity(0))
+    environment = {**os.environ, **placement.environment(os.environ, cores, 1, None)}
+    # vLLM binds its threads itself, to both cores if told to reserve none.
+    environment.pop("VLLM_CPU_OMP_THREADS_BIND", None)
+    environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+    with (folder / _LOG).open("wb") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)  # noqa: S603 - fixed
+
+
+def _model_with_tokenizer(folder: Path) -> tuple[Path, str]:
+    """Return the demo model's folder as vLLM serves it, and the type of its weights."""
+    from worker_svc.models import resolve
+    from worker_svc.runner.torch.gguf_file import open_gguf
+    from worker_svc.runner.vllm.gguf_folder import hf_folder_of
+    from worker_svc.runner.vllm.settings import chosen_dtype
+
+    model = resolve("demo", lambda what, fraction: None)
+    dtype = chosen_dtype("auto")
+    target = folder / "model"
+    target.mkdir()
+    for file in hf_folder_of(model, dtype, lambda what, fraction: None).iterdir():
+        (target / file.name).symlink_to(file)
+    for name, content in open_gguf(model.path).text.tokenizer_files.items():
+        (target / name).write_bytes(content)
+    return target, dtype
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a server and what it started."""
+    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for child in children:
+        if child.is_running():
+            child.kill()
+
+
+async def _until_up(
+    session: aiohttp.ClientSession, base: str, server: subprocess.Popen[bytes], folder: Path
+) -> None:
+    import aiohttp
+
+    give_up_at = time.monotonic() + READY_S
+    while server.poll() is None and time.monotonic() < give_up_at:
+        try:
+            async with session.get(f"{base}/health") as answer:
+                if answer.status == 200:
+                    return
+        except aiohttp.ClientConnectionError:
+            pass
+        await asyncio.sleep(0.5)
+    said = await asyncio.to_thread((folder / _LOG).read_text, errors="replace")
+    raise RuntimeError(f"vllm serve did not come up: {said[-500:]}")
+
+
+async def _completion(session: aiohttp.ClientSession, base: str, prompt: list[int]) -> int:
+    """Stream one completion and return its number of tokens."""
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    tokens = 0
+    async with session.post(f"{base}/v1/completions", json=body) as answer:
+        answer.raise_for_status()
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                usage = json.loads(line[len(b"data: ") :]).get("usage")
+                tokens = usage["completion_tokens"] if usage else tokens
+    return tokens
+
+
+# -- vLLM's executor alone
+
+
+@dataclass(slots=True)
+class _Direct:
+    """An engine without a server, which keeps so many sequences under way."""
+
+    engine: StepEngine
+    step: int = 0
+    handle: int = 0
+
+    def round(self, concurrency: int) -> float:
+        from octavo.protocol.steps import Admit, Plan
+
+        left = count = _requests_of(concurrency)
+        sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+        num_left: dict[int, int] = {}
+        started = time.perf_counter()
+        while left or self.engine.num_live:
+            admits: list[Admit] = []
+            while left and self.engine.num_live + len(admits) < concurrency:
+                self.handle += 1
+                left -= 1
+                admits.append(Admit(self.handle, _prompt(self.handle), PROMPT_TOKENS, sampling))
+                num_left[self.handle] = PROMPT_TOKENS
+            self.step += 1
+            plan = Plan(self.step, tuple(admits), tuple(num_left.items()))
+            report = self.engine.run_step(plan, time.perf_counter)
+            for handle, tokens in report.prefilled:
+                num_left[handle] -= tokens
+                if not num_left[handle]:
+                    del num_left[handle]
+        return count * OUTPUT_TOKENS / (time.perf_counter() - started)
+
+
+@asynccontextmanager
+async def _executor() -> AsyncIterator[Rate]:
+    from worker_svc.config import WorkerSettings
+    from worker_svc.load import build, load_runner
+
+    settings = WorkerSettings.load(
+        {
+            "model": "demo",
+            "runner": "vllm",
+            "num_blocks": NUM_BLOCKS,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        }
+    )
+    runner = load_runner(settings, lambda what, fraction: None)
+    direct = _Direct(build(settings, runner).engine)
+
+    async def rate(concurrency: int) -> float:
+        return direct.round(concurrency)
+
+    try:
+        yield rate
+    finally:
+        runner.close()
+
+
+def _enter() -> None:
+    from worker_svc.runner.vllm import installed, placement
+
+    placement.enter(ranks=1, num_threads=None)
+    installed.prepare()
+
+
+_register()
