@@ -7,7 +7,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, cast
 
 import grpc
@@ -36,6 +36,8 @@ _WELCOME_TIMEOUT_S: Final = 60.0
 _FIRST_DELAY_S: Final = 0.1
 _MAX_DELAY_S: Final = 2.0
 _MAX_OUTGOING: Final = 1024
+# Converting this many tokens takes a few hundred microseconds.
+_SLICE_TOKENS: Final = 8192
 CHANNEL_OPTIONS: Final = (
     *CLIENT_OPTIONS,
     # Links to one address must not share a broken connection.
@@ -43,6 +45,7 @@ CHANNEL_OPTIONS: Final = (
 )
 
 
+_Outgoing = worker_pb2.SchedulerMessage | Plan
 _Call = grpc.aio.StreamStreamCall[worker_pb2.SchedulerMessage, worker_pb2.WorkerMessage]
 
 
@@ -99,7 +102,7 @@ class WorkerLink:
         self._context = context
         self._log = _log.bind(address=address)
         self._session: asyncio.Task[None] | None = None
-        self._outgoing: asyncio.Queue[worker_pb2.SchedulerMessage] = asyncio.Queue(_MAX_OUTGOING)
+        self._outgoing: asyncio.Queue[_Outgoing] = asyncio.Queue(_MAX_OUTGOING)
         self._detach_reason: str | None = None
         self._stub: worker_pb2_grpc.WorkerAsyncStub | None = None
         self._last_problem = ""
@@ -132,7 +135,7 @@ class WorkerLink:
 
     def send_plan(self, plan: Plan) -> None:
         """Send a plan."""
-        self._send(worker_pb2.SchedulerMessage(plan=plan_to_proto(plan)))
+        self._send(plan)
 
     def send_cancel(self, handles: tuple[int, ...]) -> None:
         """Send a cancel."""
@@ -153,7 +156,7 @@ class WorkerLink:
         assert self._stub is not None
         await self._stub.InjectFaults(request, timeout=_DESCRIBE_TIMEOUT_S)
 
-    def _send(self, message: worker_pb2.SchedulerMessage) -> None:
+    def _send(self, message: _Outgoing) -> None:
         try:
             self._outgoing.put_nowait(message)
         except asyncio.QueueFull:
@@ -252,11 +255,12 @@ class WorkerLink:
         return message if isinstance(message, worker_pb2.WorkerMessage) else None
 
     @staticmethod
-    async def _pump(call: _Call, outgoing: asyncio.Queue[worker_pb2.SchedulerMessage]) -> None:
+    async def _pump(call: _Call, outgoing: asyncio.Queue[_Outgoing]) -> None:
         # A write that fails is seen by the reader, too.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await call.write(await outgoing.get())
+                message = await outgoing.get()
+                await call.write(await _plan_message(message) if isinstance(message, Plan) else message)
 
     def _conclude(self, session: asyncio.Task[None]) -> None:
         """Say how a session ended; a repeated problem is said once."""
@@ -275,6 +279,19 @@ class WorkerLink:
             self._last_problem = ""
             self._log.info("worker_attached", worker_id=self.status.worker_id, model=self.status.model)
         self._context.on_change()
+
+
+async def _plan_message(plan: Plan) -> worker_pb2.SchedulerMessage:
+    """Convert a plan. Long prompts go in slices, with a turn for others in between."""
+    if sum(len(admit.token_ids) for admit in plan.admit) <= _SLICE_TOKENS:
+        return worker_pb2.SchedulerMessage(plan=plan_to_proto(plan))
+    without_tokens = tuple([replace(admit, token_ids=()) for admit in plan.admit])
+    message = worker_pb2.SchedulerMessage(plan=plan_to_proto(replace(plan, admit=without_tokens)))
+    for admit, proto in zip(plan.admit, message.plan.admit, strict=True):
+        for start in range(0, len(admit.token_ids), _SLICE_TOKENS):
+            proto.token_ids.extend(admit.token_ids[start : start + _SLICE_TOKENS])
+            await asyncio.sleep(0)
+    return message
 
 
 def _say(error: BaseException | None) -> str:

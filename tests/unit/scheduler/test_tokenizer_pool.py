@@ -72,9 +72,8 @@ async def test_children_that_are_killed_are_replaced_and_their_jobs_done(pool: T
 
 
 async def test_template_that_never_ends_is_stopped_and_others_go_on(pool: TokenizerPool) -> None:
-    chat = pb.Chat(
-        messages=[pb_common.ChatMessage(role="user", content="a")], template_vars_json='{"spin": true}'
-    )
+    chat = pb.Chat(template_vars_json='{"spin": true}')
+    chat.messages.add(role="user", content="a")
     endless = asyncio.create_task(pool.encode(EncodeChat("m", chat.SerializeToString()), 10))
     others = [pool.encode(EncodeText("m", f"number {index}"), 10) for index in range(50)]
     assert len(await asyncio.gather(*others)) == 50
