@@ -212,12 +212,13 @@ class Call:
 
 def _error_of(finished: pb.Finished) -> OctavoError | None:
     """Return the error with which a choice ended, if it did not end well."""
-    if finished.reason == FinishReason.CANCELLED:
+    reason = FinishReason(finished.reason)
+    if reason is FinishReason.CANCELLED:
         return RequestCancelledError("the request was cancelled")
     if finished.HasField("error"):
         return error_of(_wire.error_info(finished.error))
-    if finished.reason == FinishReason.DEADLINE:
+    if reason is FinishReason.DEADLINE:
         return error_of(ErrorInfo("DEADLINE_RUNNING", "the deadline passed while the request was running", 4))
-    if finished.reason == FinishReason.ERROR:
+    if reason is FinishReason.ERROR:
         return error_of(ErrorInfo("INTERNAL", "the request failed", 13))
     return None

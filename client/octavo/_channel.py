@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar, cast
 
@@ -208,7 +208,9 @@ def from_rpc(error: grpc.aio.AioRpcError) -> OctavoError:
     details = error.details() or ""
     code: int = error.code().value[0]
     fallback = ErrorInfo(error.code().name, details or error.code().name.lower().replace("_", " "), code)
-    for key, value in error.trailing_metadata() or ():
-        if key == _ERROR_KEY and isinstance(value, bytes):
-            return error_of(error_info(common_pb2.Error.FromString(value)))
+    # Pairs at run time, whatever the stubs say.
+    trailer = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    value = dict(trailer).get(_ERROR_KEY)
+    if isinstance(value, bytes):
+        return error_of(error_info(common_pb2.Error.FromString(value)))
     return error_of(fallback)

@@ -22,7 +22,7 @@ OCTAVO = (sys.executable, "-m", "octavo.cli.main")
 
 @contextmanager
 def up(logs: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(  # noqa: S603 # our own module
+    process = subprocess.Popen(
         [*OCTAVO, "up", "--logs", str(logs), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
