@@ -69,9 +69,11 @@ class TokenTable:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token; none for an id that the tokenizer does not know."""
-        if not 0 <= token_id < len(self):
+        offsets = self.offsets
+        try:
+            return self.data[offsets[token_id] : offsets[token_id + 1]]
+        except IndexError:
             return b""
-        return self.data[self.offsets[token_id] : self.offsets[token_id + 1]]
 
     @property
     def longest_token_bytes(self) -> int:
@@ -100,17 +102,22 @@ class ByteLevelStream:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
-        alone = len(token_ids) == 1 and not self._unfinished
+        if len(token_ids) == 1:
+            return self._feed_one(token_ids[0])
+        return "".join([self._feed_one(token_id) for token_id in token_ids])
+
+    def _feed_one(self, token_id: int) -> str:
+        table, alone = self._table, not self._unfinished
         if alone:
-            known = self._table.texts.get(token_ids[0])
+            known = table.texts.get(token_id)
             if known is not None:
                 return known
-        token_bytes, skipped = self._table.token_bytes, self._skipped
-        data = b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in skipped])
-        text = self._decoder.decode(data)
+        if token_id in self._skipped:
+            return ""
+        text = self._decoder.decode(table.token_bytes(token_id))
         self._unfinished = bool(self._decoder.getstate()[0])
-        if alone and not self._unfinished and token_ids[0] not in self._table.special:
-            self._table.texts[token_ids[0]] = text
+        if alone and not self._unfinished and token_id not in table.special:
+            table.texts[token_id] = text
         return text
 
     def flush(self) -> str:

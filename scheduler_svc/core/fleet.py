@@ -9,12 +9,15 @@ from scheduler_svc.core.placement import PrefixIndex
 from scheduler_svc.core.policies import Charges, make_charges
 from scheduler_svc.core.rates import Rate
 from scheduler_svc.core.request import Sequence, Status
+from scheduler_svc.core.steptime import StepTimeModel
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker import WorkerState
 
 MAX_DEFERRALS = 2
 """A sequence is left for a better worker so often; then the next worker with room takes it."""
 _MAX_HOLDERS = 8
+_ENOUGH_STEPS = 8
+"""Observed steps after which a worker's own step times are trusted."""
 _MIN_GAIN_S = 1e-4
 
 
@@ -64,12 +67,15 @@ class ModelPool:
         """Workers without a plan, those that drain left out."""
         self.starts = Rate()
         """Sequences that workers have taken."""
+        self._veteran: WorkerState | None = None
+        """One whose step times are known; new workers are taken to be as fast."""
 
     def add(self, worker: WorkerState) -> None:
         """Take a worker in."""
         self.workers[worker.worker_id] = worker
         self.block_size = worker.block_size
         self.prefixes.add(worker.worker_id, worker.info.device_keys)
+        self.prefixes.add(worker.worker_id, worker.info.host_keys)
         self.update_load(worker)
 
     def remove(self, worker: WorkerState) -> None:
@@ -98,11 +104,19 @@ class ModelPool:
         if worker.draining or worker.num_seqs >= worker.max_num_seqs:
             self.loads.remove(worker.worker_id)
             return
-        model = worker.step_times
+        model = self.times_of(worker)
         worker.load = model.per_prefill_token_s * worker.backlog_tokens
         if worker.decoding:
             worker.load += model.predict(len(worker.decoding), 0, worker.context_tokens)
         self.loads.update(worker.worker_id, worker.load)
+
+    def times_of(self, worker: WorkerState) -> StepTimeModel:
+        """Return the step times to expect of a worker: those of another while its own are not known."""
+        if worker.step_times.num_observations >= _ENOUGH_STEPS:
+            self._veteran = self._veteran or worker
+        elif self._veteran is not None:
+            return self._veteran.step_times
+        return worker.step_times
 
     def cached_tokens(self, worker: WorkerState, sequence: Sequence) -> int:
         """Return how many tokens of a sequence a worker is believed to hold; one is always computed."""
@@ -189,7 +203,7 @@ class ModelPool:
 
     def _first_token_s(self, worker: WorkerState, sequence: Sequence, now: float) -> float:
         """Return the predicted time to the first token of a sequence on a worker."""
-        model = worker.step_times
+        model = self.times_of(worker)
         todo = sequence.num_tokens - self.cached_tokens(worker, sequence) + worker.backlog_tokens
         seconds = model.predict(len(worker.decoding), todo, worker.context_tokens)
         if worker.in_flight:

@@ -7,7 +7,10 @@ from collections.abc import Sequence as Seq
 
 
 class PrefixIndex:
-    """Content keys of the fleet: key -> workers that have it on the device."""
+    """Content keys of the fleet: key -> workers that have it, on the device or in the host tier.
+
+    To bring a block back from the host costs little next to computing it again.
+    """
 
     def __init__(self) -> None:
         self._holders: dict[bytes, set[str]] = {}

@@ -110,7 +110,7 @@ class ReportReader:
         """What was refused goes back to where it stood; what a runner cannot do at all has failed."""
         if not report.admitted:
             worker.refused(now)
-        for entry in reversed(report.refused):
+        for entry in report.refused:
             sequence = worker.sequences.get(entry.handle)
             if sequence is None:
                 continue
@@ -235,7 +235,7 @@ class ReportReader:
                 worker.delay_growth(sequence)
         if status is StepStatus.SKIPPED:
             worker.pending_seals[:0] = flight.plan.seal
-            for sequence in reversed(flight.admitted):
+            for sequence in flight.admitted:
                 if worker.sequences.get(sequence.handle) is not sequence:
                     continue
                 worker.forget(sequence)
@@ -280,8 +280,6 @@ class ReportReader:
     def _keys(self, worker: WorkerState, pool: ModelPool, report: Report) -> None:
         events = report.key_events
         index, worker_id = pool.prefixes, worker.worker_id
-        if events.demoted:
-            index.discard(worker_id, events.demoted)
         if events.evicted:
             index.discard(worker_id, events.evicted)
         if events.promoted:

@@ -14,7 +14,8 @@ class StepTimeModel:
     """
 
     def __init__(self) -> None:
-        self._weights = [0.005, 0.0, 0.0, 0.0]
+        # Before anything is known: a step costs something, and so does a prefill token.
+        self._weights = [0.005, 0.0, 1e-5, 0.0]
         self._cov = [[1e2 if i == j else 0.0 for j in range(4)] for i in range(4)]
         self._last_error_s = 0.0
         self.num_observations = 0

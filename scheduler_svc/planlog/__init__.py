@@ -5,6 +5,7 @@ from scheduler_svc.planlog.explain import Line, RequestStory, Waits
 from scheduler_svc.planlog.reader import PlanLogReader
 from scheduler_svc.planlog.recording import RecordingCore
 from scheduler_svc.planlog.replay import Mismatch, Observer, ReplayResult, replay
+from scheduler_svc.planlog.requests import replayed_requests
 from scheduler_svc.planlog.writer import PlanLogWriter
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "RequestStory",
     "Waits",
     "replay",
+    "replayed_requests",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from octavo.protocol.steps import Report
@@ -12,7 +12,7 @@ from scheduler_svc.core.core import SchedulerCore
 from scheduler_svc.core.effects import DetachWorker, Effect, SendCancel, SendPlan
 from scheduler_svc.core.events import NewRequest, WorkerInfo
 from scheduler_svc.sim.clock import EventLoop
-from scheduler_svc.sim.host import Timings, WorkerHost
+from scheduler_svc.sim.host import StepMachine, Timings, WorkerHost
 from scheduler_svc.sim.worker import SimWorker, SimWorkerConfig
 
 
@@ -36,6 +36,7 @@ class Cell:
         loop: EventLoop | None = None,
         observers: Iterable[Observer] = (),
         timings: Timings | None = None,
+        machine: Callable[[SimWorkerConfig], StepMachine] = SimWorker,
     ) -> None:
         self.core = core
         self.loop = loop or EventLoop()
@@ -43,7 +44,7 @@ class Cell:
         self.observers = list(observers)
         self._tick_at = math.inf
         for config in workers:
-            self.add(WorkerHost(config.worker_id, SimWorker(config), self.loop, timings))
+            self.add(WorkerHost(config.worker_id, machine(config), self.loop, timings))
 
     def add(self, host: WorkerHost) -> None:
         """Start a worker and attach it."""

@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from octavo.protocol.keys import chain
@@ -22,7 +22,7 @@ from scheduler_svc.sim.arrivals import poisson
 from scheduler_svc.sim.audit import check_ended
 from scheduler_svc.sim.cell import Cell
 from scheduler_svc.sim.faults import FaultInjector, FaultRates, Poison
-from scheduler_svc.sim.host import Timings
+from scheduler_svc.sim.host import StepMachine, Timings
 from scheduler_svc.sim.monitor import Monitor
 from scheduler_svc.sim.steptimes import StepTimes
 from scheduler_svc.sim.tokens import stream_of, token_at
@@ -151,6 +151,18 @@ class ChaosResult:
     """What plans met on the workers that good books rule out; see `SimWorker.surprises`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosSetting:
+    """How busy, how faulty, on what."""
+
+    workers: Sequence[SimWorkerConfig] = field(default_factory=lambda: chaos_workers(4))
+    machine: Callable[[SimWorkerConfig], StepMachine] = SimWorker
+    rates: FaultRates = CHAOS
+    rate_per_s: float = 12.0
+    audit_every: int = 64
+    """Events between two looks into the core."""
+
+
 class Chaos:
     """Keeps a system busy until so many steps have run, then lets everything end.
 
@@ -158,31 +170,26 @@ class Chaos:
     """
 
     def __init__(
-        self,
-        core: SchedulerCore | None = None,
-        *,
-        seed: int = 0,
-        workers: Iterable[SimWorkerConfig] | None = None,
-        rates: FaultRates = CHAOS,
-        rate_per_s: float = 12.0,
-        audit_every: int = 64,
+        self, core: SchedulerCore | None = None, setting: ChaosSetting | None = None, *, seed: int = 0
     ) -> None:
+        setting = setting or ChaosSetting()
         self.rng = random.Random(seed)
         self.core = core or SchedulerCore(CHAOS_CONFIG)
-        self.monitor = Monitor(self.core, audit_every)
+        self.monitor = Monitor(self.core, setting.audit_every)
         self.traffic = Traffic(random.Random(seed + 1))
-        self.faults = FaultInjector(rates, random.Random(seed + 2), hang_s=3.0)
+        self.faults = FaultInjector(setting.rates, random.Random(seed + 2), hang_s=3.0)
         self.live: dict[str, NewRequest] = {}
         self.innocents: list[tuple[float, str, CoreError]] = []
         """Requests that were failed although nothing was wrong with them."""
         self.steps = 0
         self._running_sum = 0
-        self._arrivals = poisson(rate_per_s, random.Random(seed + 3))
+        self._arrivals = poisson(setting.rate_per_s, random.Random(seed + 3))
         self.cell = Cell(
             self.core,
-            workers or chaos_workers(4),
+            setting.workers,
             observers=[self.monitor, self],
             timings=Timings(restart_s=1.0),
+            machine=setting.machine,
         )
         self.monitor.hosts = self.cell.hosts
         for host in self.cell.hosts.values():

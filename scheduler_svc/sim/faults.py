@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from octavo.protocol.steps import StepError
 
 from scheduler_svc.sim.host import WorkerHost
-from scheduler_svc.sim.worker import SimWorker, WorkerCrashedError
+from scheduler_svc.sim.worker import WorkerCrashedError
 
 
 class Poison(enum.Enum):
@@ -53,8 +53,7 @@ class FaultInjector:
     def install(self, host: WorkerHost) -> None:
         """Watch over a host."""
         host.before_step = self.before_step
-        if isinstance(host.machine, SimWorker):
-            host.machine.step_fault = lambda seeds: self._step_fault(host, seeds)
+        host.machine.step_fault = lambda seeds: self._step_fault(host, seeds)
 
     def before_step(self, host: WorkerHost) -> None:
         """Perhaps let something go wrong."""
@@ -78,7 +77,7 @@ class FaultInjector:
             host.hang(self.hang_s)
         elif name == "slow":
             host.slow_factor = 1.0 if host.slow_factor > 1.0 else 5.0
-        elif name == "refuse" and isinstance(host.machine, SimWorker):
+        elif name == "refuse":
             host.machine.refuse_next = self._rng.randint(1, 4)
         elif name == "lose_report":
             host.lose_reports = 1
@@ -97,7 +96,7 @@ class FaultInjector:
         if Poison.KILLS in poisonous:
             self.counts["killed"] += 1
             raise WorkerCrashedError
-        if Poison.FAILS_NAMED in poisonous and isinstance(host.machine, SimWorker):
+        if Poison.FAILS_NAMED in poisonous:
             named = [seed for seed in seeds if self.poison.get(seed) is Poison.FAILS_NAMED]
             return (StepError(host.machine.handles_of(frozenset(named)), "INVALID_VALUE", "poison"),)
         if poisonous:

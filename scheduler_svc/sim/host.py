@@ -11,13 +11,17 @@ from octavo.protocol.steps import Plan, Report
 
 from scheduler_svc.core.events import WorkerInfo
 from scheduler_svc.sim.clock import EventLoop
-from scheduler_svc.sim.worker import WorkerCrashedError
+from scheduler_svc.sim.worker import StepFault, WorkerCrashedError
 
 
 class StepMachine(Protocol):
     """What a host runs: a simulated worker, or a real engine over a runner without a model."""
 
     draining: bool
+    step_fault: StepFault
+    """Called before each step."""
+    refuse_next: int
+    """Admissions that are refused although there is room."""
 
     def welcome(self) -> WorkerInfo:
         """Begin a session."""
@@ -41,6 +45,9 @@ class StepMachine(Protocol):
 
     def has(self, seed: int, choice: int) -> bool:
         """Return whether a choice of the request with this seed is here."""
+
+    def handles_of(self, seeds: frozenset[int]) -> tuple[int, ...]:
+        """Return the handles of the sequences with these seeds."""
 
     @property
     def quiet(self) -> bool:
