@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,20 @@ def test_status_shows_the_worker_as_a_table(sim_stack: Stack, capsys: Capture) -
     shown = capsys.readouterr().out
     assert sim_stack.workers[0].address in shown
     assert "level 0 (normal)" in shown
+
+
+def test_generate_interrupted_exits_130_and_prints_nothing_more(sim_stack: Stack) -> None:
+    command = ["generate", "hello", "--max-tokens", "5000", "--endpoint", sim_stack.endpoint]
+    with subprocess.Popen(
+        [sys.executable, "-m", "octavo.cli.main", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+
+        assert process.wait(30) == 130
+        assert process.stderr.read() == b""
 
 
 @pytest.mark.slow
