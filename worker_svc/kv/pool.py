@@ -35,7 +35,10 @@ class BlockPool:
         self._ref_counts = [0] * end
         self._keys: list[bytes | None] = [None] * end
         self._block_of: dict[bytes, int] = {}
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._num_evictable = 0
+        self._lru: OrderedDict[int, None] = OrderedDict()
+        """Every evictable block, least recently released first; blocks in use may stand among them, so
+        that to take a cached block costs nothing here."""
         self._free = FreeRuns(first_block, num_blocks)
 
     @property
@@ -46,17 +49,17 @@ class BlockPool:
     @property
     def num_evictable(self) -> int:
         """Blocks that hold cached contents and nobody uses."""
-        return len(self._evictable)
+        return self._num_evictable
 
     @property
     def num_active(self) -> int:
         """Blocks in use."""
-        return self.num_blocks - self._free.num_free - len(self._evictable)
+        return self.num_blocks - self._free.num_free - self._num_evictable
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can give."""
-        return self._free.num_free + len(self._evictable)
+        return self._free.num_free + self._num_evictable
 
     @property
     def largest_free_run(self) -> int:
@@ -103,20 +106,15 @@ class BlockPool:
             ForeignBlock: one of them is not of this pool.
         """
         ref_counts = self._ref_counts
-        evictable = self._evictable
-        if blocks and min(blocks) < self.first_block:
-            raise ForeignBlock(f"block {min(blocks)} is below {self.first_block}")
-        position = 0
-        try:
-            for position, block in enumerate(blocks):  # noqa: B007  the handler needs it
-                count = ref_counts[block]
-                if not count:
-                    del evictable[block]
-                ref_counts[block] = count + 1
-        except (IndexError, KeyError):
-            self.release(blocks[:position])
-            self._counts_of(blocks)
-            raise UseAfterFree(f"block {blocks[position]} is free") from None
+        counts = self._counts_of(blocks)
+        num_unheld = counts.count(0)
+        if num_unheld:
+            keys = [self._keys[block] for block in blocks]
+            if None in keys and 0 in [count for key, count in zip(keys, counts, strict=True) if key is None]:
+                raise UseAfterFree(f"not all of blocks {blocks} are in use or cached")
+            self._num_evictable -= num_unheld
+        for block in blocks:
+            ref_counts[block] += 1
 
     def allocate(self, count: int) -> tuple[list[int], list[EvictedBlock]]:
         """Take `count` blocks, evicting cached ones where free ones do not suffice.
@@ -128,7 +126,7 @@ class BlockPool:
             OutOfBlocks: there are not so many; nothing was taken.
         """
         missing = count - self._free.num_free
-        if missing > len(self._evictable):
+        if missing > self._num_evictable:
             raise OutOfBlocks(count, self.num_available)
         if missing <= 0:
             blocks = self._free.take(count)
@@ -153,8 +151,9 @@ class BlockPool:
         """
         ref_counts = self._ref_counts
         keys = self._keys
-        evictable = self._evictable
+        lru = self._lru
         freed: list[int] = []
+        num_cached = 0
         counts = self._counts_of(blocks)
         if 0 in counts:
             raise DoubleFree(f"block {blocks[counts.index(0)]} is not held")
@@ -164,8 +163,12 @@ class BlockPool:
                 if keys[block] is None:
                     freed.append(block)
                 else:
-                    evictable[block] = None
-        self._free.give(freed)
+                    num_cached += 1
+                    lru[block] = None
+                    lru.move_to_end(block)
+        self._num_evictable += num_cached
+        if freed:
+            self._free.give(freed)
 
     def publish(self, block: int, key: bytes) -> bool:
         """Let others find a held block under `key`. Return False, and change nothing, when the key is
@@ -173,18 +176,22 @@ class BlockPool:
 
         Raises:
             UseAfterFree: nobody holds the block.
+            ForeignBlock: it is not of this pool.
         """
-        if self._counts_of((block,)) == [0]:
+        keys = self._keys
+        if not self.first_block <= block < len(keys):
+            raise ForeignBlock(f"block {block} is not in [{self.first_block}, {len(keys)})")
+        if not self._ref_counts[block]:
             raise UseAfterFree(f"block {block} is free")
-        if self._keys[block] is not None or key in self._block_of:
+        if keys[block] is not None or key in self._block_of:
             return False
-        self._keys[block] = key
+        keys[block] = key
         self._block_of[key] = block
         return True
 
     def evict(self, count: int) -> list[EvictedBlock]:
         """Turn the `count` least recently used evictable blocks, or as many as there are, into free ones."""
-        evicted = self._evict(min(count, len(self._evictable)))
+        evicted = self._evict(min(count, self._num_evictable))
         self._free.give([block for block, _ in evicted])
         return evicted
 
@@ -194,32 +201,35 @@ class BlockPool:
         self._free.check_integrity()
         free = set(self._free.blocks())
         active = {block for block in known if self._ref_counts[block]}
+        keyed = {block: key for block in known if (key := self._keys[block]) is not None}
+        evictable = keyed.keys() - active
         require("free blocks belong to the pool", free <= set(known), free - set(known))
-        require("evictable blocks belong to the pool", self._evictable.keys() <= set(known))
-        require("no free block is evictable", free.isdisjoint(self._evictable), free & self._evictable.keys())
         require("no active block is free", free.isdisjoint(active), free & active)
-        require("no active block is evictable", active.isdisjoint(self._evictable), active)
-        counted = len(free) + len(self._evictable) + len(active)
+        require("free blocks have no key", free.isdisjoint(keyed), free & keyed.keys())
+        require("evictable blocks are counted", len(evictable) == self._num_evictable, self._num_evictable)
+        counted = len(free) + len(evictable) + len(active)
         require("free + evictable + active == total", counted == self.num_blocks, counted)
         require("no count is negative", all(self._ref_counts[block] >= 0 for block in known))
         require("reserved blocks are never held", not any(self._ref_counts[: self.first_block]))
-        keyed = {block: key for block in known if (key := self._keys[block]) is not None}
-        require("free blocks have no key", free.isdisjoint(keyed), free & keyed.keys())
-        require("evictable blocks have a key", self._evictable.keys() <= keyed.keys())
+        require("every evictable block can be found", evictable <= self._lru.keys())
+        require("what else is found is in use", self._lru.keys() <= evictable | active)
         index = {key: block for block, key in keyed.items()}
         require("index and blocks agree on keys", index == self._block_of and len(index) == len(keyed))
 
     def _evict(self, count: int) -> list[EvictedBlock]:
         """Take the least recently used `count` blocks out of the cache; they are in no state then."""
         evicted: list[EvictedBlock] = []
-        pop = self._evictable.popitem
-        for _ in range(count):
-            block, _unused = pop(last=False)
-            key = self._keys[block]
+        pop, keys, ref_counts = self._lru.popitem, self._keys, self._ref_counts
+        while len(evicted) < count:
+            block, _ = pop(last=False)
+            if ref_counts[block]:
+                continue
+            key = keys[block]
             assert key is not None, "evictable blocks have a key"
-            self._keys[block] = None
+            keys[block] = None
             del self._block_of[key]
             evicted.append((block, key))
+        self._num_evictable -= count
         self.evictions += count
         return evicted
 

@@ -53,31 +53,21 @@ class FreeRuns:
 
     def give(self, blocks: Iterable[int]) -> None:
         """Add blocks that are not free now."""
+        runs: list[tuple[int, int]] = []
         start = end = 0
-        for block in blocks:
-            if block == start - 1:
-                start = block
-            elif block == end and end > start:
+        # In order, so that neighbours are joined before they are looked up.
+        for block in sorted(blocks):
+            if block == end:
                 end += 1
             else:
-                self.give_run(start, end)
+                runs.append((start, end))
                 start, end = block, block + 1
-        self.give_run(start, end)
+        runs.append((start, end))
+        self._give_runs(runs)
 
     def give_run(self, start: int, end: int) -> None:
-        """Add the blocks [start, end), none of them free now, and join them with their neighbours."""
-        if start == end:
-            return
-        self.num_free += end - start
-        left = self._start_before.pop(start, None)
-        if left is not None:
-            self._runs_of_length[self._length_at.pop(left)] -= 1
-            start = left
-        right_length = self._length_at.pop(end, None)
-        if right_length is not None:
-            self._runs_of_length[right_length] -= 1
-            end += right_length
-        self._insert(start, end - start)
+        """Add the blocks [start, end), none of them free now."""
+        self._give_runs([(start, end)])
 
     def blocks(self) -> Iterable[int]:
         """Yield every free block; for audits."""
@@ -101,12 +91,35 @@ class FreeRuns:
         require("free runs are known by their ends", ends == self._start_before, self._start_before)
         require("the longest run is known", max(runs.values(), default=0) == self._longest, self._longest)
 
+    def _give_runs(self, runs: list[tuple[int, int]]) -> None:
+        """Add runs, which may be empty, and join them with their neighbours."""
+        length_at, start_before, counts = self._length_at, self._start_before, self._runs_of_length
+        longest = self._longest
+        for run_start, run_end in runs:
+            start, end = run_start, run_end
+            if start == end:
+                continue
+            self.num_free += end - start
+            if start in start_before:
+                start = start_before.pop(start)
+                counts[length_at.pop(start)] -= 1
+            if end in length_at:
+                length = length_at.pop(end)
+                counts[length] -= 1
+                end += length
+            length = end - start
+            length_at[start] = length
+            start_before[end] = start
+            counts[length] += 1
+            if length > longest:  # noqa: PLR1730  max() costs a third of this loop
+                longest = length
+        self._longest = longest
+
     def _insert(self, start: int, length: int) -> None:
         self._length_at[start] = length
         self._start_before[start + length] = start
         self._runs_of_length[length] += 1
-        if length > self._longest:  # noqa: PLR1730  max() costs a third of this method
-            self._longest = length
+        self._longest = max(self._longest, length)
 
     def _cut_front(self, start: int, length: int, used: int) -> None:
         """Put back what is left of a run after its first `used` blocks were taken."""

@@ -194,9 +194,10 @@ def plot(usages: Sequence[Usage], path: Path) -> None:
     import matplotlib as mpl  # noqa: PLC0415 # of the extra `bench`
 
     mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "octavo"
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for axis, title, share in (
         (axes[0], "written / allocated slots", attrgetter("utilization")),
         (axes[1], "written / all slots of the pool", attrgetter("occupancy")),
@@ -219,8 +220,9 @@ def plot(usages: Sequence[Usage], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("%")
     axes[0].set_ylim(0, 110)
-    axes[1].legend(frameon=False, loc="upper right")
-    figure.savefig(path)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    # Without a date the same figures give the same file.
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
 
 

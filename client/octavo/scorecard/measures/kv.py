@@ -57,13 +57,16 @@ def audit_failures() -> Measured:
 
 @entry(
     "kv.us_per_block",
-    "cost of the dearest pool operation per block, median: match, acquire, release, allocate, publish, "
-    "allocation by eviction, and a scattered free",
+    "processor time of the dearest pool operation per block, median: match, acquire, release, allocate, "
+    "publish, allocation by eviction, and a scattered free",
     "µs",
     at_most(1.0),
 )
 def us_per_block() -> Measured:
-    """Measure each operation on chains of 512 blocks; the dearest counts."""
+    """Measure each operation on chains of 512 blocks; the dearest counts.
+
+    Processor time, so that it is the operation that is measured and not who else uses the machine.
+    """
     from worker_svc.kv.pool import BlockPool  # noqa: PLC0415
 
     keys = _keys(CHAIN_BLOCKS)
@@ -73,19 +76,23 @@ def us_per_block() -> Measured:
         pool.publish(block, key)
     pool.release(blocks)
     small = BlockPool(CHAIN_BLOCKS)
-    rng = random.Random(0)  # noqa: S311 # for repetition, not for secrets
     times: dict[str, list[float]] = {}
 
     def timed(what: str, operation: Callable[..., _T], *arguments: object) -> _T:
-        started = time.perf_counter()
+        started = time.thread_time()
         result = operation(*arguments)
-        elapsed_us = (time.perf_counter() - started) * 1e6
+        elapsed_us = (time.thread_time() - started) * 1e6
         times.setdefault(what, []).append(elapsed_us / CHAIN_BLOCKS)
         return result
 
     def publish(held: list[int]) -> None:
         for block, key in zip(held, keys, strict=True):
             small.publish(block, key)
+
+    def free_in_halves(held: list[int]) -> None:
+        # The first half makes a hole per block, the second joins two holes with each.
+        pool.release(held[::2])
+        pool.release(held[1::2])
 
     for _ in range(ROUNDS):
         timed("match", pool.match, keys)
@@ -96,8 +103,7 @@ def us_per_block() -> Measured:
         held, _evicted = timed("allocate", pool.allocate, CHAIN_BLOCKS)
         timed("free", pool.release, held)
         held, _evicted = pool.allocate(CHAIN_BLOCKS)
-        rng.shuffle(held)
-        timed("free scattered", pool.release, held)
+        timed("free scattered", free_in_halves, held)
         held, _evicted = timed("allocate by eviction", small.allocate, CHAIN_BLOCKS)
         timed("publish", publish, held)
         small.release(held)
@@ -107,12 +113,12 @@ def us_per_block() -> Measured:
 
 @entry(
     "kv.match_512_us",
-    "admission of a sequence whose 512 blocks are all cached, median",
+    "processor time to admit a sequence whose 512 blocks are all cached, median",
     "µs",
     at_most(200),
 )
 def match_512_us() -> float:
-    """Time match and admission through the memory that the engine uses."""
+    """Time match and admission through the memory that the engine uses; processor time, as above."""
     from worker_svc.kv.paged import PagedMemory  # noqa: PLC0415
     from worker_svc.kv.pool import BlockPool  # noqa: PLC0415
 
@@ -125,9 +131,11 @@ def match_512_us() -> float:
     memory.release(table)
     times: list[float] = []
     for _ in range(ROUNDS):
-        started = time.perf_counter()
-        placement = memory.admit(memory.match(keys, num_tokens), num_tokens, num_tokens)
-        times.append((time.perf_counter() - started) * 1e6)
+        # As they come off the wire: objects that nobody has hashed yet.
+        wire_keys = [bytes(bytearray(key)) for key in keys]
+        started = time.thread_time()
+        placement = memory.admit(memory.match(wire_keys, num_tokens), num_tokens, num_tokens)
+        times.append((time.thread_time() - started) * 1e6)
         assert placement.cached_tokens == CHAIN_BLOCKS * BLOCK_SIZE
         memory.release(placement.block_table)
     return statistics.median(times)

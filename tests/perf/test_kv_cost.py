@@ -1,0 +1,71 @@
+"""Cost of KV memory and of the engine, with room for a busy machine; the scorecard has the promises."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import pytest
+from octavo.protocol.steps import Admit, Plan
+from octavo.sampling import SamplingParams
+from octavo.scorecard.measures import kv
+
+from worker_svc.engine import Engine, EngineConfig
+from worker_svc.runner.base import StepBatch, StepResult
+
+
+def test_pool_operations_cost_microseconds_per_block() -> None:
+    measured = kv.us_per_block()
+    assert measured.value < 5.0, measured.details
+
+
+def test_admission_with_512_cached_blocks_costs_less_than_a_millisecond() -> None:
+    assert kv.match_512_us() < 1000
+
+
+class InstantRunner:
+    """Computes nothing: what remains is the engine."""
+
+    def supports(self, sampling: SamplingParams) -> str | None:
+        return None
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        return StepResult({row.sequence.handle: 5 for row in batch.rows if row.sample}, {})
+
+
+@pytest.mark.parametrize("num_seqs", [32, 256])
+def test_step_of_decodes_costs_the_engine_microseconds_per_sequence(num_seqs: int) -> None:
+    config = EngineConfig(block_size=16, num_blocks=2**16, max_num_seqs=num_seqs, max_model_len=4096)
+    engine = Engine(InstantRunner(), config)  # type: ignore[arg-type]  # the rest is not used
+    sampling = SamplingParams(max_tokens=4000, seed=1)
+    handles = range(1, num_seqs + 1)
+    admit = tuple(Admit(handle, [handle] * 20, 20, sampling) for handle in handles)
+    engine.run_step(
+        Plan(1, admit=admit, prefill=tuple((handle, 20) for handle in handles)), time.perf_counter
+    )
+    times = []
+    for step in range(2, 400):
+        started = time.perf_counter()
+        engine.run_step(Plan(step), time.perf_counter)
+        times.append(time.perf_counter() - started)
+    assert statistics.median(times) * 1e6 < 300 + 10 * num_seqs
+
+
+def test_cost_of_a_step_does_not_grow_with_the_pool() -> None:
+    def step_us(num_blocks: int) -> float:
+        engine = Engine(
+            InstantRunner(),  # type: ignore[arg-type]  # the rest is not used
+            EngineConfig(block_size=16, num_blocks=num_blocks, max_num_seqs=8, max_model_len=2048),
+        )
+        sampling = SamplingParams(max_tokens=1900, seed=1)
+        admit = tuple(Admit(handle, [handle] * 20, 20, sampling) for handle in range(1, 9))
+        prefill = tuple((handle, 20) for handle in range(1, 9))
+        engine.run_step(Plan(1, admit=admit, prefill=prefill), time.perf_counter)
+        times = []
+        for step in range(2, 500):
+            started = time.perf_counter()
+            engine.run_step(Plan(step), time.perf_counter)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+    assert step_us(2**20) < 5 * step_us(2**10)
