@@ -16,7 +16,7 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.effects import Accepted, DetachWorker, Effect, LogEvent, Reject, SendPlan
 from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
 from scheduler_svc.core.events import NewRequest, WorkerInfo
-from scheduler_svc.core.fleet import MAX_DEFERRALS, ModelPool
+from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planning import ContinuousPlanner, Explain
 from scheduler_svc.core.reports import ReportReader
@@ -124,7 +124,7 @@ class SchedulerCore:
             out.append(LogEvent("worker_draining", {"worker_id": worker_id, "running": worker.num_seqs}))
             pool = self._pools[worker.info.model]
             worker.draining = True
-            pool.stop_using(worker)
+            pool.stop_using(worker, now)
             self._place_waiting(now, out)
         return out
 
@@ -244,11 +244,12 @@ class SchedulerCore:
         if idle is None:
             return
         # Batches of the control arm are not joined, so nothing is left to a busy worker there.
-        best = pool.best(sequence, now) if self.config.static is None else None
-        if best is not None and best.in_flight and sequence.deferrals < MAX_DEFERRALS:
-            pool.leave(sequence, best)
+        static = self.config.static is not None
+        other = None if static else pool.better_elsewhere(idle, sequence, now)
+        if other is not None and other.in_flight:
+            pool.leave(sequence, other)
         else:
-            self._plan_ahead(best if best is not None and not best.in_flight else idle, now, out)
+            self._plan_ahead(other or idle, now, out)
 
     def _plan_ahead(self, worker: WorkerState, now: float, out: list[Effect]) -> None:
         """Send the plans that are due now, and note when the next one is."""
@@ -262,7 +263,7 @@ class SchedulerCore:
                 break
             draft = bisection.draft_trial(worker) or planner.plan(worker, now, out)
             if worker.left_to_it:
-                pool.take_back(worker)
+                pool.take_back(worker, now, all_of_it=draft is None)
             if draft is None:
                 wake = planner.wake_at(worker, now)
                 if wake is not None:
@@ -324,7 +325,7 @@ class SchedulerCore:
         """
         pool = self._pools[worker.info.model]
         del self._workers[worker.worker_id]
-        pool.remove(worker)
+        pool.remove(worker, now)
         self._watchdogs.disarm(worker.worker_id)
         sequences = list(worker.sequences.values())
         fields = {"worker_id": worker.worker_id, "reason": reason, "running": len(sequences)}

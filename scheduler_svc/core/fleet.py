@@ -13,12 +13,12 @@ from scheduler_svc.core.steptime import StepTimeModel
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker import WorkerState
 
-MAX_DEFERRALS = 2
-"""A sequence is left for a better worker so often; then the next worker with room takes it."""
 _MAX_HOLDERS = 8
+_LEAST_LOADED = 4
 _ENOUGH_STEPS = 8
 """Observed steps after which a worker's own step times are trusted."""
-_MIN_GAIN_S = 1e-4
+_MIN_GAIN = 0.1
+"""Share of the time to its first token that a sequence must save to be left for another worker."""
 
 
 class LoadIndex:
@@ -42,14 +42,16 @@ class LoadIndex:
         """Forget a worker."""
         self._loads.pop(worker_id, None)
 
-    def least(self) -> str | None:
-        """Return the worker with the least load."""
-        while self._heap:
-            load, worker_id = self._heap[0]
+    def least(self, count: int) -> list[str]:
+        """Return the workers with the least load, the least loaded first."""
+        found: dict[str, float] = {}
+        while self._heap and len(found) < count:
+            load, worker_id = heapq.heappop(self._heap)
             if self._loads.get(worker_id) == load:
-                return worker_id
-            heapq.heappop(self._heap)
-        return None
+                found[worker_id] = load
+        for worker_id, load in found.items():
+            heapq.heappush(self._heap, (load, worker_id))
+        return list(found)
 
 
 class ModelPool:
@@ -78,19 +80,19 @@ class ModelPool:
         self.prefixes.add(worker.worker_id, worker.info.host_keys)
         self.update_load(worker)
 
-    def remove(self, worker: WorkerState) -> None:
+    def remove(self, worker: WorkerState, now: float) -> None:
         """Forget a worker."""
         del self.workers[worker.worker_id]
         self.idle.pop(worker.worker_id, None)
-        self.take_back(worker)
+        self.take_back(worker, now, all_of_it=True)
         self.prefixes.forget(worker.worker_id)
         self.loads.remove(worker.worker_id)
 
-    def stop_using(self, worker: WorkerState) -> None:
+    def stop_using(self, worker: WorkerState, now: float) -> None:
         """A worker takes nothing new."""
         self.idle.pop(worker.worker_id, None)
         self.loads.remove(worker.worker_id)
-        self.take_back(worker)
+        self.take_back(worker, now, all_of_it=True)
 
     def note_idle(self, worker: WorkerState) -> None:
         """Note whether a worker has a plan to work on."""
@@ -143,58 +145,69 @@ class ModelPool:
     def better_elsewhere(self, worker: WorkerState, sequence: Sequence, now: float) -> WorkerState | None:
         """Return a worker that should have a sequence rather than the one that has room for it now.
 
-        Longest cached prefix, then free capacity, both as what they are worth: seconds to the first token.
+        Longest cached prefix, free capacity and speed, all as what they are worth: seconds to the first
+        token. That worker need not have room yet, but the sequence is left for it no longer than what
+        the first estimate promises to save. So an estimate that is wrong costs at most twice the time.
         """
-        if len(self.workers) == 1 or sequence.deferrals >= MAX_DEFERRALS:
+        if len(self.workers) == 1 or not sequence.may_be_left(now):
             return None
-        best = self.best(sequence, now)
-        if best is None or best is worker:
-            return None
-        gain = self._first_token_s(worker, sequence, now) - self._first_token_s(best, sequence, now)
-        return best if gain > _MIN_GAIN_S else None
+        own_s = self._first_token_s(worker, sequence, now)
+        best, best_s = None, own_s * (1.0 - _MIN_GAIN)
+        for other in self._candidates(sequence):
+            if other is not worker and self._suits(other, sequence, now):
+                seconds = self._first_token_s(other, sequence, now)
+                if seconds < best_s:
+                    best, best_s = other, seconds
+        if best is not None and sequence.left_until is None:
+            sequence.left_until = now + own_s - best_s
+        return best
 
     def leave(self, sequence: Sequence, worker: WorkerState) -> None:
         """Leave a waiting sequence to a worker, which is to look at it when it plans next."""
-        sequence.deferrals += 1
         if worker.in_flight:
-            worker.left_to_it.append(sequence)
+            worker.left_to_it[sequence] = None
         else:
             self.queue.unplaced.append(sequence)
 
-    def take_back(self, worker: WorkerState) -> None:
-        """What was left to a worker, and still waits, is not left to anybody again."""
+    def take_back(self, worker: WorkerState, now: float, *, all_of_it: bool = False) -> None:
+        """What was left to a worker for long enough, and still waits, is not left to anybody again."""
+        kept: dict[Sequence, None] = {}
         for sequence in worker.left_to_it:
-            if sequence.status is Status.WAITING:
-                sequence.deferrals = MAX_DEFERRALS
+            if sequence.status is not Status.WAITING:
+                continue
+            if sequence.may_be_left(now) and not all_of_it:
+                kept[sequence] = None
+            else:
+                sequence.left_until = now
                 self.queue.unplaced.append(sequence)
-        worker.left_to_it.clear()
+        worker.left_to_it = kept
 
     def idle_for(self, sequence: Sequence) -> WorkerState | None:
         """Return an idle worker that can hold a sequence."""
         return next((worker for worker in self.idle.values() if self.can_hold(worker, sequence)), None)
 
     def _candidates(self, sequence: Sequence) -> list[WorkerState]:
-        """Return the least loaded worker, an idle one, and some of those with the longest cached prefix."""
-        candidates: list[WorkerState] = []
-        least = self.loads.least()
-        if least is not None:
-            candidates.append(self.workers[least])
+        """Return the least loaded workers, an idle one, and some of those with the longest cached prefix."""
+        names = dict.fromkeys(self.loads.least(_LEAST_LOADED))
         idle = self.idle_for(sequence)
-        if idle is not None and idle.worker_id != least:
-            candidates.append(idle)
+        if idle is not None:
+            names[idle.worker_id] = None
         if sequence.keys:
             _, holders = self.prefixes.deepest(sequence.keys)
             chosen = heapq.nsmallest(_MAX_HOLDERS, holders, key=lambda w: (self.workers[w].load, w))
-            candidates.extend(self.workers[worker_id] for worker_id in chosen)
-        return candidates
+            names.update(dict.fromkeys(chosen))
+        return [self.workers[worker_id] for worker_id in names]
 
     def _has_room(self, worker: WorkerState, sequence: Sequence, now: float) -> bool:
         """Return whether a worker could take a sequence in its next step."""
+        return worker.backlog_tokens < worker.token_budget and self._suits(worker, sequence, now)
+
+    def _suits(self, worker: WorkerState, sequence: Sequence, now: float) -> bool:
+        """Return whether a worker could take a sequence once it has prefilled what it has."""
         return (
             not worker.draining
             and worker.bisection is None
             and worker.num_seqs < worker.max_num_seqs
-            and worker.backlog_tokens < worker.token_budget
             and now >= worker.admits_after
             and self.can_hold(worker, sequence)
             and worker.blocks_to_admit(sequence) <= worker.available_blocks()
@@ -202,12 +215,19 @@ class ModelPool:
         )
 
     def _first_token_s(self, worker: WorkerState, sequence: Sequence, now: float) -> float:
-        """Return the predicted time to the first token of a sequence on a worker."""
+        """Return the predicted time to the first token of a sequence on a worker.
+
+        First the plans in flight, then so many steps with the prefill of what is there and of the
+        sequence, in each of which everything decodes.
+        """
         model = self.times_of(worker)
+        decodes = len(worker.decoding)
         todo = sequence.num_tokens - self.cached_tokens(worker, sequence) + worker.backlog_tokens
-        seconds = model.predict(len(worker.decoding), todo, worker.context_tokens)
+        steps = -(-todo // max(1, worker.token_budget - decodes))
+        seconds = model.predict(decodes, todo, worker.context_tokens)
+        seconds += (steps - 1) * model.predict(decodes, 0, worker.context_tokens)
         if worker.in_flight:
-            flight = worker.in_flight[0]
-            ends = max(flight.sent_at, worker.last_report_at) + worker.predict_flight_s(flight)
+            ends = max(worker.in_flight[0].sent_at, worker.last_report_at)
+            ends += sum(map(worker.predict_flight_s, worker.in_flight))
             seconds += max(0.0, ends - now)
         return seconds

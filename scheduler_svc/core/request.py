@@ -72,8 +72,8 @@ class Sequence:
     first_token_at: float | None = None
     blocked_since: float | None = None
     """When it first stood at the head and did not fit."""
-    deferrals: int = 0
-    """Times it was left for a better worker since it began to wait."""
+    left_until: float | None = None
+    """Until then it may be left for a better worker; None while it never was."""
     trust_hits: bool = True
     """False after a refusal: its cached blocks no longer count as room."""
     preemptions: int = 0
@@ -113,6 +113,10 @@ class Sequence:
     def untried(self) -> bool:
         """No step has computed it to a token yet."""
         return self.first_token_at is None
+
+    def may_be_left(self, now: float) -> bool:
+        """Return whether it may still be left for a better worker."""
+        return self.left_until is None or now < self.left_until
 
     def extend_keys(self, block_size: int) -> None:
         """Add the keys of blocks that tokens have filled since."""

@@ -130,7 +130,7 @@ class WaitingQueue:
 
     def push_front(self, sequence: Sequence) -> None:
         """Add a sequence ahead of its class: it was bound to a worker before, or its leader is."""
-        sequence.deferrals = 0
+        sequence.left_until = None
         self.lanes[sequence.request.priority].push_front(sequence)
         self._pushed(sequence)
 

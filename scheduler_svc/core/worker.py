@@ -74,7 +74,7 @@ class WorkerState:
     """Blocks of releases on their way."""
     owed: dict[int, int] = field(default_factory=dict)
     """Handles that were cancelled, each with the step whose report must have let go of it."""
-    left_to_it: list[Sequence] = field(default_factory=list)
+    left_to_it: dict[Sequence, None] = field(default_factory=dict)
     """Waiting sequences that others left for its next plan."""
     admits_after: float = 0.0
     """After it refused sequences time and again: when it may be tried again."""
