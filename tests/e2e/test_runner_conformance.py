@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -189,6 +190,25 @@ def test_runner_choices_of_one_seed_differ(subject: Subject) -> None:
     first, second = subject.run(*[Job(prompt(30), RANDOM, choice=choice) for choice in range(2)])
 
     assert first != second
+
+
+def test_runner_draws_follow_the_models_distribution(
+    subject: Subject, model: tuple[Path, PreTrainedModel]
+) -> None:
+    tokens = prompt(40, seed=8)
+    count = 2000
+    jobs = [
+        Job(tokens, SamplingParams(temperature=1.5, seed=seed, max_tokens=1, ignore_eos=True))
+        for seed in range(count)
+    ]
+
+    drawn = Counter(output[0] for output in subject.run(*jobs))
+
+    with torch.inference_mode():
+        probabilities = (model[1](torch.tensor([tokens])).logits[0, -1] / 1.5).softmax(dim=-1)
+    for share, token in zip(*(values.tolist() for values in probabilities.topk(5)), strict=True):
+        deviation = (share * (1 - share) / count) ** 0.5
+        assert drawn[token] / count == pytest.approx(share, abs=4.5 * deviation)
 
 
 def test_runner_prompt_beyond_the_token_budget_runs_whole_when_alone(subject: Subject) -> None:

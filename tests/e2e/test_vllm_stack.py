@@ -16,12 +16,14 @@ from octavo.scorecard.runner_workload import Job, Reference
 from octavo.stack import Stack, StackConfig
 from transformers import LlamaConfig
 
-from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
+from tests.unit.worker.runner.torch.families import save_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 READY_S = 600.0
 LOST_S = 60.0
 RANKS = 3
+VOCAB_SIZE = 64 * 2 * RANKS
+"""vLLM pads vocabularies to multiples of 64, and each rank holds as much."""
 ARGUMENTS = (
     *("--runner", "vllm", "--dtype", "float32", "--enforce-eager", "--num-blocks", "64"),
     *("--max-num-seqs", "8", "--max-num-batched-tokens", "64"),

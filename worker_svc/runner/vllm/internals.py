@@ -7,6 +7,7 @@ pool's block b is vLLM's b + 1.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -31,6 +32,7 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from worker_svc.errors import DeviceLost, ModelLoadError, SettingsError, StepFailed, StepOutOfMemory
@@ -38,6 +40,8 @@ from worker_svc.runner.vllm.tier import Tier
 
 NULL_BLOCKS: Final = 1
 _EXTENSION: Final = f"{__name__}.StepExtension"
+_CPU_SEED_MASK: Final = 2**31 - 1
+"""Seeds as vLLM draws them for its noise on a CPU."""
 _DEVICE_ERRORS: Final = ("cuda error", "hip error", "device-side assert", "connection closed by peer", "nccl")
 _MEMORY_ERRORS: Final = ("out of memory", "can't allocate memory")
 
@@ -136,20 +140,48 @@ class StepExtension:
 
 @contextlib.contextmanager
 def _seeded(runner: Any, draw_seeds: Mapping[str, int]) -> Iterator[None]:
-    """Give the rows that draw a generator for the length of one sampling.
+    """Seed the rows that draw, for the length of one sampling.
 
-    vLLM would keep one per request from its first step on; but a generator's state does not survive a
-    resume, and one on a partly prefilled row is rewound, which the CPU's cannot be.
+    vLLM would keep a generator per request from its first step on; but a generator's state does not survive
+    a resume, and one on a partly prefilled row is rewound, which the CPU's cannot be.
     """
     batch = runner.input_batch
-    for req_id, seed in draw_seeds.items():
-        generator = torch.Generator(device=runner.device)
-        generator.manual_seed(seed)
-        batch.generators[batch.req_id_to_index[req_id]] = generator
-    try:
+    if not draw_seeds:
         yield
-    finally:
-        batch.generators.clear()
+    elif runner.device.type == "cpu":
+        # vLLM would draw one seed per row from its generator; making that takes longer than the noise.
+        seeds = [0] * batch.num_reqs
+        for req_id, seed in draw_seeds.items():
+            seeds[batch.req_id_to_index[req_id]] = seed & _CPU_SEED_MASK
+        sampler = runner.sampler.topk_topp_sampler
+        forward = sampler.forward
+        sampler.forward = functools.partial(_draw_on_cpu, torch.tensor(seeds))
+        try:
+            yield
+        finally:
+            sampler.forward = forward
+    else:
+        for req_id, seed in draw_seeds.items():
+            generator = torch.Generator(device=runner.device)
+            generator.manual_seed(seed)
+            batch.generators[batch.req_id_to_index[req_id]] = generator
+        try:
+            yield
+        finally:
+            batch.generators.clear()
+
+
+def _draw_on_cpu(
+    seeds: torch.Tensor,
+    logits: torch.Tensor,
+    generators: object,
+    k: torch.Tensor | None,
+    p: torch.Tensor | None,
+) -> tuple[torch.Tensor, None]:
+    """Stand in for `TopKTopPSampler.forward_cpu`, with the seeds given."""
+    del generators
+    kept = apply_top_k_top_p(logits, k, p).to(torch.float32)
+    return torch.ops._C.fused_gumbel_argmax(kept, seeds), None  # noqa: SLF001 - vLLM's own operators
 
 
 def _kind_of(error: Exception) -> str:

@@ -47,7 +47,12 @@ REFUSED_ARGS: Final[Mapping[str, str]] = {
             "speculative_config",
             "data_parallel_size",
         ),
-        "it is what the runner itself relies on": ("runner", "worker_cls", "worker_extension_cls"),
+        "it is what the runner itself relies on": (
+            "runner",
+            "worker_cls",
+            "worker_extension_cls",
+            "logprobs_mode",
+        ),
     }.items()
     for name in names
 }

@@ -190,7 +190,7 @@ def test_replay_does_not_depend_on_the_order_of_hashes(tmp_path: Path) -> None:
     with recording(path, CHAOS_CONFIG) as core:
         Chaos(core, seed=2).run(400)
     for seed in ("1", "2"):
-        done = subprocess.run(  # noqa: S603 # our own command
+        done = subprocess.run(  # our own command
             [sys.executable, "-m", "octavo.cli.main", "replay", str(path)],
             env={**os.environ, "PYTHONHASHSEED": seed},
             check=True,
