@@ -6,12 +6,17 @@ import argparse
 from importlib import import_module
 from typing import Final
 
+from octavo.bench import BenchError
 from octavo.cli import output
 
 BENCHES: Final = {
     "fragmentation": (
         "octavo.bench.fragmentation",
         "how much of the KV memory holds tokens, paged against contiguous",
+    ),
+    "fleet": (
+        "octavo.bench.fleet",
+        "one late-binding queue against routers that bind early, on public traces, simulated",
     ),
 }
 
@@ -33,4 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         output.fail(f"octavo bench {arguments.bench} needs {error.name}: pip install 'octavo[bench]'")
         return 1
+    except BenchError as error:
+        output.fail(str(error))
+        return 2
     return 0
