@@ -71,7 +71,10 @@ class Model:
     detokenizer: Detokenizer
     context: dict[str, int] = field(default_factory=dict)
     """Tokens of the longest sequence, by worker; the last known of those that are away."""
+    claims: set[str] = field(default_factory=set)
+    """Workers that are attached or about to be."""
     workers: set[str] = field(default_factory=set)
+    """Workers that are attached."""
 
     @property
     def max_model_len(self) -> int:
@@ -119,8 +122,10 @@ class ModelRegistry:
             raise ServiceError.invalid(("model", f"must be set: there is {known}"))
         return next(iter(self._models.values()))
 
-    async def register(self, description: worker_pb2.WorkerDescription) -> Model:
-        """Take note of a worker's model, loading it if it is new.
+    async def claim(self, description: worker_pb2.WorkerDescription) -> Model:
+        """Take note of a worker that is about to be attached, and load its model if that is new.
+
+        Until it is released, no worker that differs from it may serve under the model's name.
 
         Raises:
             IncompatibleWorker: it has no usable tokenizer, or differs from those that serve the model.
@@ -129,15 +134,22 @@ class ModelRegistry:
         async with self._lock:
             known = self._models.get(description.model_id)
             fresh = _identity(description)
-            if known is None or (not known.workers and _identity_of(known) != fresh):
+            if known is None or (not known.claims and _identity_of(known) != fresh):
                 known = self._models[description.model_id] = await self._load(description)
             elif _identity_of(known) != fresh:
                 raise IncompatibleWorker(
                     f"it has (revision, kv dtype, block size, vocabulary, tokenizer) {fresh}, "
                     f"the others have {_identity_of(known)}"
                 )
+            known.claims.add(description.worker_id)
             known.context[description.worker_id] = description.max_model_len
             return known
+
+    def release(self, description: worker_pb2.WorkerDescription) -> None:
+        """A worker is not attached any more, or never was."""
+        model = self._models.get(description.model_id)
+        if model is not None:
+            model.claims.discard(description.worker_id)
 
     async def _load(self, description: worker_pb2.WorkerDescription) -> Model:
         files = {file.name: file.content for file in description.tokenizer_files}

@@ -27,7 +27,7 @@ from octavo.v1 import worker_pb2, worker_pb2_grpc
 
 from scheduler_svc.core.events import WorkerInfo
 from scheduler_svc.driver import Driver
-from scheduler_svc.models import IncompatibleWorker, ModelRegistry
+from scheduler_svc.models import IncompatibleWorker, Model, ModelRegistry
 
 _log = structlog.get_logger()
 
@@ -105,7 +105,7 @@ class WorkerLink:
         self._outgoing: asyncio.Queue[_Outgoing] = asyncio.Queue(_MAX_OUTGOING)
         self._detach_reason: str | None = None
         self._stub: worker_pb2_grpc.WorkerAsyncStub | None = None
-        self._last_problem = ""
+        self.last_problem = ""
         self.model_id = ""
         self.pin_budget_blocks = 0
 
@@ -172,13 +172,23 @@ class WorkerLink:
         )
         if description.protocol_version != PROTOCOL_VERSION:
             raise _Unusable(f"it speaks protocol {description.protocol_version}, we speak {PROTOCOL_VERSION}")
-        model = await context.models.register(description)
         worker_id = description.worker_id
         if context.worker_ids.setdefault(worker_id, self) is not self:
             raise _Unusable(f"worker {worker_id} is attached already, by another address")
-        status.worker_id, status.model, status.runner = worker_id, model.id, description.runner
-        self.model_id = model.id
-        self.pin_budget_blocks = description.geometry.pin_budget_blocks
+        try:
+            model = await context.models.claim(description)
+            status.worker_id, status.model, status.runner = worker_id, model.id, description.runner
+            self.model_id = model.id
+            self.pin_budget_blocks = description.geometry.pin_budget_blocks
+            await self._run_stream(stub, description, model)
+        finally:
+            context.models.release(description)
+            del context.worker_ids[worker_id]
+
+    async def _run_stream(
+        self, stub: worker_pb2_grpc.WorkerAsyncStub, description: worker_pb2.WorkerDescription, model: Model
+    ) -> None:
+        context, worker_id = self._context, description.worker_id
         self._outgoing = asyncio.Queue(_MAX_OUTGOING)
         call: _Call = stub.Attach()  # type: ignore[call-arg]  # written to by hand
         sender: asyncio.Task[None] | None = None
@@ -204,8 +214,6 @@ class WorkerLink:
                 sender.cancel()
                 model.workers.discard(worker_id)
                 context.driver.worker_down(worker_id, self)
-            if context.worker_ids.get(worker_id) is self:
-                del context.worker_ids[worker_id]
 
     async def _read_welcome(self, call: _Call, description: worker_pb2.WorkerDescription) -> WorkerInfo:
         device_keys: list[bytes] = []
@@ -267,16 +275,16 @@ class WorkerLink:
         reason, self._detach_reason = self._detach_reason, None
         problem = reason or "cancelled" if session.cancelled() else _say(session.exception())
         self._become("lost" if self.status.worker_id else "connecting")
-        if problem != self._last_problem:
+        if problem != self.last_problem:
             self._log.warning("worker_link_ended", worker_id=self.status.worker_id, problem=problem)
-        self._last_problem = problem
+        self.last_problem = problem
 
     def _become(self, state: str) -> None:
         if state == self.status.state:
             return
         self.status.state = state
         if state == "ready":
-            self._last_problem = ""
+            self.last_problem = ""
             self._log.info("worker_attached", worker_id=self.status.worker_id, model=self.status.model)
         self._context.on_change()
 

@@ -1,0 +1,138 @@
+"""Finding workers and keeping them: names, doubles, misfits, standbys, and other schedulers' leavings."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+import pytest
+from octavo.v1 import generation_pb2 as pb
+
+from tests.e2e.scheduler_stack import Stack, error_of, one_worker, request, scheduler, start_worker, until
+from worker_svc.runner.sim import built_in_model
+
+
+def port_of(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+def problems(stack: Stack) -> dict[str, str]:
+    return {link.status.address: link.last_problem for link in stack.process.fleet}
+
+
+async def test_dns_name_is_every_address_behind_it() -> None:
+    worker = await start_worker()
+    try:
+        async with scheduler(f"dns:localhost:{port_of(worker.address)}") as stack:
+            await stack.wait_ready()
+            assert (await stack.generate(text="found")).text[0] == "found"
+            # The worker listens on 127.0.0.1 only; where localhost is ::1, too, that link keeps trying.
+            states = {link.status.address: link.status.state for link in stack.process.fleet}
+            assert states[worker.address] == "ready"
+    finally:
+        await worker.stop()
+
+
+async def test_one_worker_behind_two_addresses_is_attached_once() -> None:
+    worker = await start_worker()
+    try:
+        async with scheduler(worker.address, f"localhost:{port_of(worker.address)}") as stack:
+            await stack.wait_ready()
+            await until(lambda: any("attached already" in problem for problem in problems(stack).values()))
+            assert stack.process.fleet.num_ready == 1
+            assert (await stack.generate(text="once")).text[0] == "once"
+    finally:
+        await worker.stop()
+
+
+async def test_worker_that_does_not_match_its_model_is_kept_out() -> None:
+    first = await start_worker("w1")
+    other = replace(built_in_model(), model_id="echo", revision="another")
+    misfit = await start_worker("w2", info=other)
+    try:
+        async with scheduler(first.address) as before:
+            await before.wait_ready()
+        async with scheduler(first.address, misfit.address) as stack:
+            await stack.wait_ready()
+            await until(lambda: any("others have" in problem for problem in problems(stack).values()))
+            assert stack.process.fleet.num_ready == 1
+            assert (await stack.generate(text="fine")).text[0] == "fine"
+    finally:
+        await first.stop()
+        await misfit.stop()
+
+
+async def test_two_models_are_told_apart_by_name() -> None:
+    first = await start_worker("w1")
+    second = await start_worker("w2", info=replace(built_in_model(), model_id="other"))
+    try:
+        async with scheduler(first.address, second.address) as stack:
+            await stack.wait_ready(2)
+            assert (await stack.generate(text="to echo", model="echo")).text[0] == "to echo"
+            assert (await stack.generate(text="to other", model="other")).text[0] == "to other"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stack.generate(text="to whom?")
+            error = error_of(caught.value)
+            assert error.violations[0].field == "model"
+            assert "echo, other" in error.message
+            models = await stack.generation.ListModels(pb.ListModelsRequest())
+            assert {model.id for model in models.models} == {"echo", "other"}
+    finally:
+        await first.stop()
+        await second.stop()
+
+
+async def test_standby_takes_over_when_the_first_scheduler_is_gone() -> None:
+    worker = await start_worker()
+    try:
+        async with scheduler(worker.address, scheduler_id="one") as first:
+            await first.wait_ready()
+            async with scheduler(worker.address, scheduler_id="two") as standby:
+                await until(lambda: any("FAILED_PRECONDITION" in p for p in problems(standby).values()))
+                running = asyncio.create_task(first.generate(text="with the first"))
+                assert (await running).text[0] == "with the first"
+                first.process.stop("test", 0.0)
+                await standby.wait_ready()
+                assert (await standby.generate(text="with the second")).text[0] == "with the second"
+    finally:
+        await worker.stop()
+
+
+async def test_scheduler_that_comes_back_finds_the_cache_warm() -> None:
+    worker = await start_worker()
+    text = "a prompt that fills some blocks, so that they can be found again later on"
+    try:
+        for expected in (0, len(text) // 16 * 16):
+            async with scheduler(worker.address, scheduler_id="one") as stack:
+                await stack.wait_ready()
+                output = await stack.generate(text=text)
+                assert output.finished[0].usage.cached_tokens == expected
+    finally:
+        await worker.stop()
+
+
+async def test_cache_salt_narrows_who_shares_a_prefix() -> None:
+    text = "the same prompt for everybody, but not the same blocks for everybody"
+    async with one_worker() as (stack, _):
+        cached = []
+        for salt in ("", "mine", "mine", ""):
+            output = await stack.generate(text=text, terms={"cache_salt": salt})
+            cached.append(output.finished[0].usage.cached_tokens)
+        assert cached == [0, 0, 64, 64]
+
+
+async def test_call_held_open_for_long_is_not_killed_for_its_silence() -> None:
+    async with one_worker() as (stack, worker):
+        worker.gate.close()
+        options = [("grpc.keepalive_time_ms", 1000), ("grpc.keepalive_permit_without_calls", 1)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{stack.port}", options=options) as channel:
+            quiet = Stack(stack.process, stack.port, channel)
+            call = quiet.generation.Generate(request(text="patient", terms={"queue_timeout_ms": 60_000}))
+            assert await call.read()
+            await asyncio.sleep(4)  # Four pings, which a server with gRPC's defaults punishes.
+            worker.gate.open()
+            events = []
+            while isinstance(event := await call.read(), pb.GenerateEvent):
+                events.append(event)
+            assert "".join(event.delta.text for event in events) == "patient"
