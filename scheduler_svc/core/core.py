@@ -184,6 +184,11 @@ class SchedulerCore:
 
     # For observers -------------------------------------------------------------------------------
 
+    @property
+    def observer(self) -> Explain | None:
+        """Who is told of the sequences that a plan passes over, if anybody is."""
+        return self._explain
+
     def explain_to(self, explain: Explain | None) -> None:
         """Call `explain` from now on for each waiting sequence that a plan passes over."""
         self._explain = explain

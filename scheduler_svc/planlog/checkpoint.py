@@ -49,9 +49,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump(core: SchedulerCore) -> bytes:
-    """Return the state of a core."""
+    """Return the state of a core; whoever observes it is no part of that."""
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(core)
+    observer = core.observer
+    core.explain_to(None)
+    try:
+        _Pickler(buffer, protocol=5).dump(core)
+    finally:
+        core.explain_to(observer)
     return buffer.getvalue()
 
 
