@@ -29,7 +29,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 def answering(
     method: Callable[[Any, Any, Context], Awaitable[_R]],
 ) -> Callable[[Any, Any, Context], Awaitable[_R]]:
-    """Make a unary method answer a ServiceError as the error it is, and a bug as INTERNAL."""
+    """Make a method answer a ServiceError as the error it is, and a bug as INTERNAL."""
 
     @wraps(method)
     async def wrapper(self: object, request: object, context: Context) -> _R:
@@ -39,6 +39,9 @@ def answering(
             failure = error
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.InternalError:
+            # So grpc says when the client went away during an operation.
+            raise asyncio.CancelledError from None
         except Exception:  # noqa: BLE001 - logged
             _log.exception("call_failed", method=method.__name__)
             failure = ServiceError("INTERNAL", "the scheduler failed")

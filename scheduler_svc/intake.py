@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,7 +98,15 @@ def rpc_deadline(context: grpc.aio.ServicerContext[Any, Any], now: float) -> flo
 async def abort(
     context: grpc.aio.ServicerContext[Any, Any], error: ServiceError | common_pb2.Error
 ) -> NoReturn:
-    """End a call with an error, in the rich error model."""
+    """End a call with an error, in the rich error model.
+
+    Raises:
+        AbortError: as grpc wants it.
+        CancelledError: the client has gone.
+    """
     proto = error.to_proto() if isinstance(error, ServiceError) else error
-    await context.abort(_BY_NUMBER[proto.code], proto.message, trailing_metadata(proto))
+    try:
+        await context.abort(_BY_NUMBER[proto.code], proto.message, trailing_metadata(proto))
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
     raise AssertionError("abort returns")

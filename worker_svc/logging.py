@@ -17,7 +17,10 @@ def configure(log_format: str, log_level: str) -> None:
     """
     console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+        # The default would print local variables with a trace, and there prompts may be.
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        if console
+        else structlog.processors.JSONRenderer()
     )
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,

@@ -311,6 +311,7 @@ async def client_of_the_storm(stack: Stack, index: int, dice: random.Random) -> 
     """Ask for something; perhaps leave in the middle, perhaps set a deadline that cannot be met."""
     choices = dice.randint(1, 3)
     message = request(text=f"client {index} " * 10, sampling={"n": choices})
+    message.terms.priority = common_pb2.PRIORITY_BATCH  # Waits for as long as it takes.
     hurried = dice.random() < 0.3
     if hurried:
         message.terms.deadline_ms = dice.randint(1, 300)
