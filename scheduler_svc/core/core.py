@@ -226,7 +226,7 @@ class SchedulerCore:
             return CoreError(Reason.DUPLICATE_REQUEST_ID, f"request {spec.request_id!r} is running already")
         if self._draining:
             return CoreError(Reason.DRAINING, "the scheduler is draining", retry_after_s=1.0)
-        longest = max((worker.info.max_model_len for worker in pool.workers.values()), default=None)
+        longest = pool.max_model_len
         total = len(spec.prompt_token_ids) + (spec.sampling.max_tokens or 0)
         if longest is not None and total > longest:
             return CoreError(

@@ -65,6 +65,8 @@ class ModelPool:
         self.workers: dict[str, WorkerState] = {}
         self.block_size: int | None = None
         """Tokens per block of all its workers; None until the first has come."""
+        self.max_model_len: int | None = None
+        """Tokens that the largest of its workers holds; None without workers."""
         self.idle: dict[str, WorkerState] = {}
         """Workers without a plan, those that drain left out."""
         self.starts = Rate()
@@ -76,6 +78,7 @@ class ModelPool:
         """Take a worker in."""
         self.workers[worker.worker_id] = worker
         self.block_size = worker.block_size
+        self._note_size()
         self.prefixes.add(worker.worker_id, worker.info.device_keys)
         self.prefixes.add(worker.worker_id, worker.info.host_keys)
         self.update_load(worker)
@@ -83,10 +86,15 @@ class ModelPool:
     def remove(self, worker: WorkerState, now: float) -> None:
         """Forget a worker."""
         del self.workers[worker.worker_id]
+        self._note_size()
         self.idle.pop(worker.worker_id, None)
         self.take_back(worker, now, all_of_it=True)
         self.prefixes.forget(worker.worker_id)
         self.loads.remove(worker.worker_id)
+
+    def _note_size(self) -> None:
+        sizes = (worker.info.max_model_len for worker in self.workers.values())
+        self.max_model_len = max(sizes, default=None)
 
     def stop_using(self, worker: WorkerState, now: float) -> None:
         """A worker takes nothing new."""
