@@ -48,6 +48,13 @@ class Draft:
         self.blocks += blocks
         self.available -= blocks
 
+    def skip_decodes(self) -> None:
+        """Let all decodes sit this step out."""
+        for handle, sequence in self.worker.decoding.items():
+            self.skip.append(handle)
+            self.worker.delay_growth(sequence)
+        self.decodes = 0
+
     def compute(self, sequence: Sequence, tokens: int) -> None:
         """Add prefill tokens of an admitted sequence."""
         self.prefill.append((sequence.handle, tokens))
@@ -266,20 +273,14 @@ class ContinuousPlanner:
             if todo > draft.budget and partial >= self._config.max_partial_prefills:
                 return 0
             return min(todo, draft.budget)
-        if todo <= draft.budget:
-            return todo
-        if draft.prefill:
-            return 0
-        # Longer than what decodes leave: it gets the step for itself.
-        for sequence in draft.worker.decoding.values():
-            draft.skip.append(sequence.handle)
-            draft.worker.delay_growth(sequence)
-        draft.decodes = 0
-        return todo
+        # Longer than what decodes leave: it will get the step for itself.
+        return todo if todo <= draft.budget or not draft.prefill else 0
 
     def _admit(self, draft: Draft, sequence: Sequence, need: tuple[int, int, int], now: float) -> None:
         todo, tokens, blocks = need
         self._pool.queue.start(sequence)
+        if tokens > draft.budget:
+            draft.skip_decodes()
         draft.take_in(sequence, now)
         draft.take_blocks(blocks)
         draft.compute(sequence, tokens)

@@ -175,6 +175,25 @@ def test_step_with_decodes_in_latency_critical_mode_keeps_near_its_target() -> N
     assert sorted(seconds)[len(seconds) // 2] < target * 1.2
 
 
+def test_decodes_do_not_sit_out_for_a_whole_prompt_that_has_no_blocks() -> None:
+    desk = Desk(
+        worker(max_num_batched_tokens=64, num_blocks=32), window=1, chunked_prefill=False, watermark=0.0
+    )
+    first = desk.submit(60, max_tokens=60)
+    second = desk.submit(250, max_tokens=4)
+    third = desk.submit(260, max_tokens=4)
+    while (second, 0) not in desk.ends:
+        had = len(desk.tokens.get((first, 0), ()))
+        (plan,) = desk.plans["w0"]
+        desk.answer()
+        if plan.skip:
+            assert plan.prefill, "whoever makes others wait runs"
+        elif had:
+            assert len(desk.tokens[first, 0]) == had + 1
+    desk.finish()
+    assert (third, 0) in desk.ends
+
+
 # Blocks ------------------------------------------------------------------------------------------
 
 
