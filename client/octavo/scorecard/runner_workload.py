@@ -60,7 +60,7 @@ class PlanWorkload:
         self._engine = engine
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
-        self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
+        self._random = random.Random(seed)
         self._root = root_key("workload", "", str(seed), block_size, b"")
         self._next_step = 1
         self._next_handle = 1
@@ -199,7 +199,7 @@ class Reference:
 
 def greedy_jobs(vocab_size: int, count: int, longest: int, max_tokens: int, seed: int = 0) -> list[Job]:
     """Return jobs with random prompts, of which some share a prefix and some are cancelled."""
-    chooser = random.Random(seed)  # noqa: S311 - repeatable, not secret
+    chooser = random.Random(seed)
     shared = [chooser.randrange(3, vocab_size) for _ in range(longest // 2)]
     phases: tuple[Phase, ...] = ("waiting", "prefill", "decode")
     jobs = []

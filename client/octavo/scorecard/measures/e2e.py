@@ -74,7 +74,7 @@ class _Tally:
 )
 async def leaks() -> Measured:
     """Speak the wire protocol itself, so that a second end could not hide behind the SDK."""
-    tally, chance = _Tally(), random.Random(20)  # noqa: S311 # for repetition, not for secrets
+    tally, chance = _Tally(), random.Random(20)  # for repetition, not for secrets
     with running(num_workers=2, worker_args=("--num-threads", "1")) as stack:
         async with AsyncClient(stack.endpoint) as watcher:
             clients = [
@@ -110,7 +110,7 @@ async def _until_busy(client: AsyncClient) -> None:
 
 
 async def _session(endpoint: str, client: int, dies: bool, tally: _Tally, seed: int) -> None:
-    chance = random.Random(seed)  # noqa: S311 # for repetition, not for secrets
+    chance = random.Random(seed)  # for repetition, not for secrets
     live: set[str] = set()
     async with grpc.aio.insecure_channel(endpoint) as channel:
         rpc = Connection(endpoint, channel).generation.Session(None)

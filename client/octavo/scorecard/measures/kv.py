@@ -36,7 +36,7 @@ def audit_failures() -> Measured:
     failures: list[str] = []
     met: dict[str, int] = {}
     for first in range(0, NUM_OPERATIONS, OPERATIONS_PER_POOL):
-        rng = random.Random(first)  # noqa: S311 # for repetition, not for secrets
+        rng = random.Random(first)  # for repetition, not for secrets
         workload = MemoryWorkload(
             4, rng.randint(12, 96), rng.randint(0, 48), 4, first_block=rng.randint(0, 1)
         )

@@ -59,7 +59,7 @@ async def _cold_and_cached(stack: Stack, rounds: int, crowd: int) -> tuple[list[
 
     Between the two, `crowd` other prompts of the same length are run, to push the prefix off the device.
     """
-    rng = random.Random(7)  # noqa: S311 # a workload, not a secret
+    rng = random.Random(7)  # a workload, not a secret
     cold, cached = [], []
     async with AsyncClient(stack.endpoint) as client:
         await _ttft_s(client, _ids(rng, PREFIX_TOKENS))
@@ -116,8 +116,8 @@ def host_ttft_ratio() -> Measured:
 
 async def _converse(client: AsyncClient, seed: int) -> list[GenerateResult]:
     """Hold one conversation: each turn repeats all before it and adds a question."""
-    rng = random.Random(seed)  # noqa: S311 # a workload, not a secret
-    history = _ids(random.Random(seed % 2), SYSTEM_TOKENS)  # noqa: S311 # two system prompts
+    rng = random.Random(seed)  # a workload, not a secret
+    history = _ids(random.Random(seed % 2), SYSTEM_TOKENS)  # two system prompts
     answers = []
     for _ in range(TURNS):
         history += _ids(rng, TURN_TOKENS)

@@ -1,7 +1,6 @@
 """Greedy tokens of the demo model in float32 against those of Hugging Face transformers."""
 
 # ruff: noqa: PLC0415 - torch and transformers take seconds to import
-# ruff: noqa: S311 - a fixed seed is the point
 
 from __future__ import annotations
 
