@@ -30,6 +30,7 @@ class GenerateRequest(google.protobuf.message.Message):
     RETURN_TOKEN_IDS_FIELD_NUMBER: builtins.int
     SKIP_TEXT_FIELD_NUMBER: builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    API_KEY_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the client, unique among its live requests; drawn by the server when empty.
     At most 128 characters.
@@ -44,6 +45,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """Do not detokenize: deltas carry token ids only."""
     keep_special_tokens: builtins.bool
     """Include special tokens in the text."""
+    api_key: builtins.str
+    """Key of the user for whom the request is made, where a caller forwards the requests of others.
+    Absent: the key of the call itself, which is in its metadata as `authorization: Bearer KEY`.
+    """
     @property
     def tokens(self) -> global___TokenIds: ...
     @property
@@ -72,9 +77,13 @@ class GenerateRequest(google.protobuf.message.Message):
         return_token_ids: builtins.bool = ...,
         skip_text: builtins.bool = ...,
         keep_special_tokens: builtins.bool = ...,
+        api_key: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "sampling", b"sampling", "terms", b"terms", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "request_id", b"request_id", "resume", b"resume", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "skip_text", b"skip_text", "terms", b"terms", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_api_key", b"_api_key", "api_key", b"api_key", "chat", b"chat", "input", b"input", "sampling", b"sampling", "terms", b"terms", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_api_key", b"_api_key", "api_key", b"api_key", "chat", b"chat", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "request_id", b"request_id", "resume", b"resume", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "skip_text", b"skip_text", "terms", b"terms", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_api_key", b"_api_key"]) -> typing.Literal["api_key"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "tokens", "chat"] | None: ...
 
 global___GenerateRequest = GenerateRequest

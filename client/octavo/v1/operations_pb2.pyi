@@ -73,9 +73,15 @@ global___FaultKind = FaultKind
 class GetStatusRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    HISTORY_FIELD_NUMBER: builtins.int
+    history: builtins.bool
+    """Fill in `Status.history`."""
     def __init__(
         self,
+        *,
+        history: builtins.bool = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["history", b"history"]) -> None: ...
 
 global___GetStatusRequest = GetStatusRequest
 
@@ -101,15 +107,19 @@ class WatchStatusRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     INTERVAL_MS_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
     interval_ms: builtins.int
     """Absent is 1000; at least 100."""
+    history: builtins.bool
+    """Fill in `Status.history`: all that is kept in the first message, what is new in each that follows."""
     def __init__(
         self,
         *,
         interval_ms: builtins.int | None = ...,
+        history: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_interval_ms", b"_interval_ms", "interval_ms", b"interval_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_interval_ms", b"_interval_ms", "interval_ms", b"interval_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_interval_ms", b"_interval_ms", "history", b"history", "interval_ms", b"interval_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_interval_ms", b"_interval_ms"]) -> typing.Literal["interval_ms"] | None: ...
 
 global___WatchStatusRequest = WatchStatusRequest
@@ -162,6 +172,9 @@ class Status(google.protobuf.message.Message):
     ARRIVALS_FIELD_NUMBER: builtins.int
     LIVE_REQUESTS_FIELD_NUMBER: builtins.int
     RATES_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
+    TENANTS_FIELD_NUMBER: builtins.int
+    KEY_FILE_PROBLEM_FIELD_NUMBER: builtins.int
     scheduler_id: builtins.str
     version: builtins.str
     uptime_s: builtins.float
@@ -170,6 +183,8 @@ class Status(google.protobuf.message.Message):
     draining: builtins.bool
     arrivals: builtins.int
     live_requests: builtins.int
+    key_file_problem: builtins.str
+    """Why the key file as it is now cannot be used. The last good one is in force meanwhile."""
     @property
     def queues(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QueueStatus]: ...
     @property
@@ -181,6 +196,14 @@ class Status(google.protobuf.message.Message):
     @property
     def rates(self) -> global___Rates:
         """Over the last ten seconds."""
+
+    @property
+    def history(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HistoryPoint]:
+        """The last ten minutes, oldest first, one point each two seconds. Only when asked for."""
+
+    @property
+    def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TenantStatus]:
+        """Tenants with live requests or arrivals, by name."""
 
     def __init__(
         self,
@@ -196,11 +219,141 @@ class Status(google.protobuf.message.Message):
         arrivals: builtins.int = ...,
         live_requests: builtins.int = ...,
         rates: global___Rates | None = ...,
+        history: collections.abc.Iterable[global___HistoryPoint] | None = ...,
+        tenants: collections.abc.Iterable[global___TenantStatus] | None = ...,
+        key_file_problem: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["rates", b"rates"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "draining", b"draining", "level", b"level", "live_requests", b"live_requests", "outcomes", b"outcomes", "queues", b"queues", "rates", b"rates", "scheduler_id", b"scheduler_id", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "key_file_problem", b"key_file_problem", "rates", b"rates"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "outcomes", b"outcomes", "queues", b"queues", "rates", b"rates", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_key_file_problem", b"_key_file_problem"]) -> typing.Literal["key_file_problem"] | None: ...
 
 global___Status = Status
+
+@typing.final
+class TenantStatus(google.protobuf.message.Message):
+    """What a tenant has going on, beside its quotas."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    REQUESTS_IN_FLIGHT_FIELD_NUMBER: builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: builtins.int
+    WAITING_TOKENS_FIELD_NUMBER: builtins.int
+    ARRIVALS_FIELD_NUMBER: builtins.int
+    OVER_QUOTA_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    QUOTAS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    weight: builtins.float
+    requests_in_flight: builtins.int
+    waiting_requests: builtins.int
+    """Requests without output yet, and the tokens of their prompts."""
+    waiting_tokens: builtins.int
+    arrivals: builtins.int
+    """Since start."""
+    over_quota: builtins.int
+    """Of these, refused for a quota."""
+    prompt_tokens: builtins.int
+    output_tokens: builtins.int
+    @property
+    def quotas(self) -> global___TenantQuotas:
+        """Absent is without limit."""
+
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        weight: builtins.float = ...,
+        requests_in_flight: builtins.int = ...,
+        waiting_requests: builtins.int = ...,
+        waiting_tokens: builtins.int = ...,
+        arrivals: builtins.int = ...,
+        over_quota: builtins.int = ...,
+        prompt_tokens: builtins.int = ...,
+        output_tokens: builtins.int = ...,
+        quotas: global___TenantQuotas | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["quotas", b"quotas"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "output_tokens", b"output_tokens", "over_quota", b"over_quota", "prompt_tokens", b"prompt_tokens", "quotas", b"quotas", "requests_in_flight", b"requests_in_flight", "tenant", b"tenant", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens", "weight", b"weight"]) -> None: ...
+
+global___TenantStatus = TenantStatus
+
+@typing.final
+class TenantQuotas(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_IN_FLIGHT_FIELD_NUMBER: builtins.int
+    REQUESTS_PER_MINUTE_FIELD_NUMBER: builtins.int
+    TOKENS_PER_MINUTE_FIELD_NUMBER: builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: builtins.int
+    WAITING_TOKENS_FIELD_NUMBER: builtins.int
+    requests_in_flight: builtins.int
+    requests_per_minute: builtins.int
+    tokens_per_minute: builtins.int
+    waiting_requests: builtins.int
+    waiting_tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        requests_in_flight: builtins.int | None = ...,
+        requests_per_minute: builtins.int | None = ...,
+        tokens_per_minute: builtins.int | None = ...,
+        waiting_requests: builtins.int | None = ...,
+        waiting_tokens: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_requests_in_flight", b"_requests_in_flight", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "_waiting_requests", b"_waiting_requests", "_waiting_tokens", b"_waiting_tokens", "requests_in_flight", b"requests_in_flight", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_requests_in_flight", b"_requests_in_flight", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "_waiting_requests", b"_waiting_requests", "_waiting_tokens", b"_waiting_tokens", "requests_in_flight", b"requests_in_flight", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_requests_in_flight", b"_requests_in_flight"]) -> typing.Literal["requests_in_flight"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_requests_per_minute", b"_requests_per_minute"]) -> typing.Literal["requests_per_minute"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tokens_per_minute", b"_tokens_per_minute"]) -> typing.Literal["tokens_per_minute"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_waiting_requests", b"_waiting_requests"]) -> typing.Literal["waiting_requests"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_waiting_tokens", b"_waiting_tokens"]) -> typing.Literal["waiting_tokens"] | None: ...
+
+global___TenantQuotas = TenantQuotas
+
+@typing.final
+class HistoryPoint(google.protobuf.message.Message):
+    """The control loop at one moment."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UPTIME_S_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    LIVE_REQUESTS_FIELD_NUMBER: builtins.int
+    WAITING_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
+    RATES_FIELD_NUMBER: builtins.int
+    uptime_s: builtins.float
+    """Since the scheduler started, as in `Status`."""
+    level: builtins.int
+    """Degradation level, the highest since the point before."""
+    live_requests: builtins.int
+    waiting: builtins.int
+    """Sequences that wait, and that run."""
+    running: builtins.int
+    @property
+    def rates(self) -> global___Rates: ...
+    def __init__(
+        self,
+        *,
+        uptime_s: builtins.float = ...,
+        level: builtins.int = ...,
+        live_requests: builtins.int = ...,
+        waiting: builtins.int = ...,
+        running: builtins.int = ...,
+        rates: global___Rates | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rates", b"rates"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["level", b"level", "live_requests", b"live_requests", "rates", b"rates", "running", b"running", "uptime_s", b"uptime_s", "waiting", b"waiting"]) -> None: ...
+
+global___HistoryPoint = HistoryPoint
 
 @typing.final
 class QueueStatus(google.protobuf.message.Message):
@@ -242,6 +395,9 @@ class Rates(google.protobuf.message.Message):
     QUEUE_P50_MS_FIELD_NUMBER: builtins.int
     QUEUE_P99_MS_FIELD_NUMBER: builtins.int
     COST_PER_1K_TOKENS_FIELD_NUMBER: builtins.int
+    ITL_P50_MS_FIELD_NUMBER: builtins.int
+    ITL_P99_MS_FIELD_NUMBER: builtins.int
+    REFUSED_PER_S_FIELD_NUMBER: builtins.int
     requests_per_s: builtins.float
     prompt_tokens_per_s: builtins.float
     output_tokens_per_s: builtins.float
@@ -251,6 +407,11 @@ class Rates(google.protobuf.message.Message):
     queue_p99_ms: builtins.float
     cost_per_1k_tokens: builtins.float
     """In the configured currency, from the configured price per GPU hour."""
+    itl_p50_ms: builtins.float
+    """Between output tokens of a choice."""
+    itl_p99_ms: builtins.float
+    refused_per_s: builtins.float
+    """Requests that ended without output: refused, or out of time in the queue."""
     def __init__(
         self,
         *,
@@ -262,9 +423,12 @@ class Rates(google.protobuf.message.Message):
         queue_p50_ms: builtins.float = ...,
         queue_p99_ms: builtins.float = ...,
         cost_per_1k_tokens: builtins.float | None = ...,
+        itl_p50_ms: builtins.float = ...,
+        itl_p99_ms: builtins.float = ...,
+        refused_per_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cost_per_1k_tokens", b"_cost_per_1k_tokens", "cost_per_1k_tokens", b"cost_per_1k_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cost_per_1k_tokens", b"_cost_per_1k_tokens", "cost_per_1k_tokens", b"cost_per_1k_tokens", "output_tokens_per_s", b"output_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "queue_p50_ms", b"queue_p50_ms", "queue_p99_ms", b"queue_p99_ms", "requests_per_s", b"requests_per_s", "ttft_p50_ms", b"ttft_p50_ms", "ttft_p99_ms", b"ttft_p99_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cost_per_1k_tokens", b"_cost_per_1k_tokens", "cost_per_1k_tokens", b"cost_per_1k_tokens", "itl_p50_ms", b"itl_p50_ms", "itl_p99_ms", b"itl_p99_ms", "output_tokens_per_s", b"output_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "queue_p50_ms", b"queue_p50_ms", "queue_p99_ms", b"queue_p99_ms", "refused_per_s", b"refused_per_s", "requests_per_s", b"requests_per_s", "ttft_p50_ms", b"ttft_p50_ms", "ttft_p99_ms", b"ttft_p99_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_cost_per_1k_tokens", b"_cost_per_1k_tokens"]) -> typing.Literal["cost_per_1k_tokens"] | None: ...
 
 global___Rates = Rates

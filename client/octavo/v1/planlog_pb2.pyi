@@ -72,6 +72,7 @@ class PlanLogEntry(google.protobuf.message.Message):
     REPORT_FIELD_NUMBER: builtins.int
     TICK_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
+    TENANT_WEIGHTS_FIELD_NUMBER: builtins.int
     PLANS_FIELD_NUMBER: builtins.int
     EFFECTS_CRC_FIELD_NUMBER: builtins.int
     RAISED_FIELD_NUMBER: builtins.int
@@ -100,6 +101,8 @@ class PlanLogEntry(google.protobuf.message.Message):
     @property
     def drain(self) -> global___DrainEvent: ...
     @property
+    def tenant_weights(self) -> global___TenantWeightsEvent: ...
+    @property
     def plans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SentPlan]: ...
     def __init__(
         self,
@@ -114,18 +117,19 @@ class PlanLogEntry(google.protobuf.message.Message):
         report: global___ReportEvent | None = ...,
         tick: global___TickEvent | None = ...,
         drain: global___DrainEvent | None = ...,
+        tenant_weights: global___TenantWeightsEvent | None = ...,
         plans: collections.abc.Iterable[global___SentPlan] | None = ...,
         effects_crc: builtins.int | None = ...,
         raised: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_effects_crc", b"_effects_crc", "_raised", b"_raised", "cancel", b"cancel", "drain", b"drain", "effects_crc", b"effects_crc", "event", b"event", "raised", b"raised", "report", b"report", "stop_choice", b"stop_choice", "submit", b"submit", "tick", b"tick", "worker_down", b"worker_down", "worker_draining", b"worker_draining", "worker_up", b"worker_up"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_effects_crc", b"_effects_crc", "_raised", b"_raised", "cancel", b"cancel", "drain", b"drain", "effects_crc", b"effects_crc", "event", b"event", "now", b"now", "plans", b"plans", "raised", b"raised", "report", b"report", "stop_choice", b"stop_choice", "submit", b"submit", "tick", b"tick", "worker_down", b"worker_down", "worker_draining", b"worker_draining", "worker_up", b"worker_up"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_effects_crc", b"_effects_crc", "_raised", b"_raised", "cancel", b"cancel", "drain", b"drain", "effects_crc", b"effects_crc", "event", b"event", "raised", b"raised", "report", b"report", "stop_choice", b"stop_choice", "submit", b"submit", "tenant_weights", b"tenant_weights", "tick", b"tick", "worker_down", b"worker_down", "worker_draining", b"worker_draining", "worker_up", b"worker_up"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_effects_crc", b"_effects_crc", "_raised", b"_raised", "cancel", b"cancel", "drain", b"drain", "effects_crc", b"effects_crc", "event", b"event", "now", b"now", "plans", b"plans", "raised", b"raised", "report", b"report", "stop_choice", b"stop_choice", "submit", b"submit", "tenant_weights", b"tenant_weights", "tick", b"tick", "worker_down", b"worker_down", "worker_draining", b"worker_draining", "worker_up", b"worker_up"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_effects_crc", b"_effects_crc"]) -> typing.Literal["effects_crc"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_raised", b"_raised"]) -> typing.Literal["raised"] | None: ...
     @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["submit", "cancel", "stop_choice", "worker_up", "worker_down", "worker_draining", "report", "tick", "drain"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["submit", "cancel", "stop_choice", "worker_up", "worker_down", "worker_draining", "report", "tick", "drain", "tenant_weights"] | None: ...
 
 global___PlanLogEntry = PlanLogEntry
 
@@ -386,3 +390,37 @@ class DrainEvent(google.protobuf.message.Message):
     ) -> None: ...
 
 global___DrainEvent = DrainEvent
+
+@typing.final
+class TenantWeightsEvent(google.protobuf.message.Message):
+    """The shares of tenants have changed. Replaces all of them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class WeightsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    WEIGHTS_FIELD_NUMBER: builtins.int
+    @property
+    def weights(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        weights: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["weights", b"weights"]) -> None: ...
+
+global___TenantWeightsEvent = TenantWeightsEvent
