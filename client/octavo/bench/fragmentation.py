@@ -93,7 +93,7 @@ class _Arm:
             if paged
             else ContiguousMemory(self._num_blocks, block_size)
         )
-        self._rng = random.Random(traffic.seed)  # noqa: S311 # for repetition, not for secrets
+        self._rng = random.Random(traffic.seed)
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._preemptions = 0

@@ -221,7 +221,7 @@ def simulate(
     if arm == LATE:
         running = LateBinding(fleet, config, loop, [recorder, ends])
     else:
-        router = ROUTERS[arm](random.Random(seed))  # noqa: S311 # for repetition, not for secrets
+        router = ROUTERS[arm](random.Random(seed))
         running = EarlyBinding(fleet, config, loop, [recorder, ends], router)
     for at, spec in jobs:
         loop.at(_ATTACHED_S + at, partial(running.submit, spec))

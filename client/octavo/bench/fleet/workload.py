@@ -126,7 +126,7 @@ def mooncake(config: FleetConfig, scale: int, folder: Path | None = None) -> lis
 def window(arrivals: Sequence[Arrival], count: int, seed: int) -> list[Arrival]:
     """Return `count` requests in a row, from a place drawn by `seed`; all of them if there are no more."""
     spare = len(arrivals) - count
-    start = random.Random(seed).randint(0, spare) if spare > 0 else 0  # noqa: S311 # for repetition
+    start = random.Random(seed).randint(0, spare) if spare > 0 else 0
     part = arrivals[start : start + count]
     return [replace(arrival, at=arrival.at - part[0].at) for arrival in part]
 

@@ -1,0 +1,117 @@
+"""Estimates with their uncertainty: quantiles that refuse small samples, and confidence intervals.
+
+Quantiles are interpolated linearly between order statistics (type 7 of Hyndman and Fan, numpy's
+default). An estimate is given only when at least MIN_BEYOND observations are expected beyond it: a P99
+wants 500, a P90 50, a P50 10.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from scipy import stats
+
+MIN_BEYOND: Final = 5
+"""Observations on the rarer side of a quantile without which it is not estimated."""
+CONFIDENCE: Final = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate and its confidence interval; bounds are None where the data do not give them."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A sample in figures. What the sample is too small for is None."""
+
+    count: int
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+
+def needed(quantile: float) -> int:
+    """Return how many observations an estimate of a quantile (0 to 1) wants."""
+    return math.ceil(round(MIN_BEYOND / min(quantile, 1 - quantile), 6))
+
+
+def quantile(values: Sequence[float], at: float, independent: int | None = None) -> float | None:
+    """Return a quantile, or None when there are too few observations.
+
+    `independent` is the number of observations that count when they are not independent of each other:
+    the gaps between tokens of one request are told as one.
+    """
+    if (len(values) if independent is None else independent) < needed(at):
+        return None
+    return float(np.quantile(np.asarray(values, dtype=np.float64), at))
+
+
+def distribution(values: Sequence[float], independent: int | None = None) -> Distribution:
+    """Return a sample in figures; `independent` as in `quantile`."""
+    if not values:
+        return Distribution(0)
+    sample = np.asarray(values, dtype=np.float64)
+    p50, p90, p99 = (quantile(values, at, independent) for at in (0.5, 0.9, 0.99))
+    return Distribution(len(values), float(sample.mean()), p50, p90, p99, float(sample.max()))
+
+
+def quantile_interval(values: Sequence[float], at: float, confidence: float = CONFIDENCE) -> Interval | None:
+    """Return a quantile of independent observations with its interval; None when there are too few.
+
+    The bounds are order statistics whose ranks come from the binomial distribution, so that nothing
+    is assumed of the shape of the distribution.
+    """
+    estimate = quantile(values, at)
+    if estimate is None:
+        return None
+    ordered, count = sorted(values), len(values)
+    tail = (1 - confidence) / 2
+    below = int(stats.binom.ppf(tail, count, at))
+    above = int(stats.binom.ppf(1 - tail, count, at)) + 1
+    # Ranks count from 1. One that the sample does not have is no bound.
+    low = ordered[below - 1] if below >= 1 else None
+    high = ordered[above - 1] if above <= count else None
+    return Interval(estimate, low, high)
+
+
+def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """Return the mean of repeats with its interval by Student's t; no bounds for fewer than two.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("no values to average")
+    sample = np.asarray(values, dtype=np.float64)
+    mean = float(sample.mean())
+    if len(values) < 2:
+        return Interval(mean, None, None)
+    error = float(sample.std(ddof=1)) / math.sqrt(len(values))
+    half = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1)) * error
+    return Interval(mean, mean - half, mean + half)
+
+
+def ratio_interval(over: Sequence[float], under: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """Return the geometric mean of paired ratios, with its interval by Student's t on their logarithms.
+
+    The pairs are repeats taken side by side in time, so that a drift of the machine cancels.
+
+    Raises:
+        ValueError: the lengths differ, or a value is not positive.
+    """
+    if not over or len(over) != len(under) or min(*over, *under) <= 0:
+        raise ValueError("a ratio wants pairs of positive values")
+    logs = mean_interval([math.log(a / b) for a, b in zip(over, under, strict=True)], confidence)
+    low, high = (None if bound is None else math.exp(bound) for bound in (logs.low, logs.high))
+    return Interval(math.exp(logs.value), low, high)
