@@ -81,9 +81,10 @@ class RequestRecord:
     def __init__(self, accounts: Accounts, transport: str, now: float) -> None:
         self.arrival = now
         self.request_id = ""
+        self.tenant = ""
+        """Empty until its key is known to be good."""
         self._accounts = accounts
         self._transport = transport
-        self._tenant = ""
         self._model = ""
         self._priority = Priority.STANDARD
         self._prompt_tokens = 0
@@ -97,7 +98,6 @@ class RequestRecord:
     def admitted(self, request: NewRequest) -> None:
         """The request is known to be right, and goes to the core."""
         accounts, now = self._accounts, self._accounts.clock()
-        self._tenant = request.tenant
         self._model = request.model
         self._priority = request.priority
         self._prompt_tokens = len(request.prompt_token_ids)
@@ -151,7 +151,7 @@ class RequestRecord:
             "request",
             request_id=self.request_id,
             outcome=outcome,
-            tenant=self._tenant,
+            tenant=self.tenant,
             transport=self._transport,
             model=self._model,
             priority=self._priority.name.lower(),

@@ -24,7 +24,6 @@ from scheduler_svc.models import Model, ModelRegistry
 from scheduler_svc.tokenization import EncodeChat, Encoded, EncodeText, KeySpec, TakeTokens
 from scheduler_svc.tokenizer_pool import TokenizerPool
 
-ANONYMOUS: Final = "anonymous"
 # Making Python integers of this many tokens takes a few hundred microseconds.
 _SLICE_TOKENS: Final = 8192
 # A bare gRPC deadline ends the call on the client's side; ours has to come before it to be heard.
@@ -38,8 +37,8 @@ class Arrival:
     core_id: str
     """Its name in the core: unique among all streams."""
     at: float
+    tenant: str
     rpc_deadline: float | None = None
-    tenant: str = ANONYMOUS
     paced: bool = False
 
 
@@ -94,6 +93,10 @@ class Admission:
             model,
         )
 
+    async def encode(self, job: EncodeChat | EncodeText | TakeTokens, size_bytes: int) -> Encoded:
+        """Return the tokens of an input; raises as `TokenizerPool.encode` does."""
+        return await self._pool.encode(job, size_bytes)
+
     def root_key(self, model: Model, tenant: str, cache_salt: str) -> bytes:
         """Return the root of a prompt's block keys: what it is shared among.
 
@@ -107,12 +110,12 @@ class Admission:
     async def _encode(self, call: GenerateCall, model: Model, keys: KeySpec) -> Encoded:
         match call.prompt:
             case TextPrompt(text):
-                return await self._pool.encode(EncodeText(model.text_key, text, keys=keys), len(text))
+                return await self.encode(EncodeText(model.text_key, text, keys=keys), len(text))
             case ChatPrompt(packed):
-                return await self._pool.encode(EncodeChat(model.text_key, packed, keys), len(packed))
+                return await self.encode(EncodeChat(model.text_key, packed, keys), len(packed))
             case _:
                 packed = call.prompt.packed
-                return await self._pool.encode(TakeTokens(model.text_key, packed, keys), len(packed))
+                return await self.encode(TakeTokens(model.text_key, packed, keys), len(packed))
 
     def _queue_deadline(self, terms: ServiceTerms, arrival: Arrival) -> float | None:
         timeout_s = terms.queue_timeout_s

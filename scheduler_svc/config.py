@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -92,7 +91,6 @@ class SchedulerSettings(BaseSettings):
     target_itl_s: Seconds | None = Field(
         None, description="cap prefill so that a step takes about this long; by default no cap"
     )
-    tenant_weights: dict[str, float] = Field({}, description="shares of tenants under `fair`, as JSON")
 
     # How much to take, and for how long
     max_waiting_requests: Count = Field(500, description="requests that may wait; more are refused")
@@ -110,6 +108,13 @@ class SchedulerSettings(BaseSettings):
     max_session_requests: Count = Field(4096, description="live requests of one Session stream, at most")
     max_backlog_bytes: Count = Field(
         1 << 20, description="output that waits for one slow client; beyond it the stream is cut"
+    )
+
+    # Who may use it
+    key_file: Path | None = Field(
+        None,
+        description="TOML file of API keys and tenants, followed while it changes; "
+        "without one everybody is the anonymous tenant",
     )
 
     # Text
@@ -172,7 +177,6 @@ class SchedulerSettings(BaseSettings):
             max_worker_deaths=self.max_worker_deaths,
             step_watchdog_s=self.step_watchdog_s,
             target_itl_s=self.target_itl_s,
-            tenant_weights=dict(self.tenant_weights),
         )
 
     @model_validator(mode="after")
@@ -199,11 +203,6 @@ class SchedulerSettings(BaseSettings):
     @classmethod
     def _none(cls, value: object) -> object:
         return None if value == "none" else value
-
-    @field_validator("tenant_weights", mode="before")
-    @classmethod
-    def _from_json(cls, value: object) -> object:
-        return json.loads(value) if isinstance(value, str) else value
 
     @classmethod
     def settings_customise_sources(

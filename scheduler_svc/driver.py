@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 import structlog
@@ -123,6 +123,10 @@ class Driver:
         """Refuse new requests from now on."""
         self.draining = True
         self._post(self._core.drain)
+
+    def weigh_tenants(self, weights: Mapping[str, float]) -> None:
+        """Give tenants these shares under the policy `fair`."""
+        self._post(lambda now: self._core.weigh_tenants(weights, now))
 
     async def wait_idle(self) -> None:
         """Wait until no request is live."""

@@ -34,6 +34,10 @@ CODES: Final[Mapping[str, grpc.StatusCode]] = MappingProxyType(
         Reason.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
         Reason.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
         Reason.DUPLICATE_REQUEST_ID: grpc.StatusCode.ALREADY_EXISTS,
+        # The caller may not.
+        "NO_API_KEY": grpc.StatusCode.UNAUTHENTICATED,
+        "BAD_API_KEY": grpc.StatusCode.UNAUTHENTICATED,
+        "ROLE_REQUIRED": grpc.StatusCode.PERMISSION_DENIED,
         # The service has no room.
         Reason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
         "SESSION_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -4,50 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable
-from functools import wraps
-from typing import Any, TypeVar
 
-import grpc
-import structlog
 from octavo.v1 import generation_pb2 as pb
 
+from scheduler_svc.access import presented
 from scheduler_svc.driver import Driver
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.intake import Intake, Stream, abort, rpc_deadline
+from scheduler_svc.intake import Intake, Stream
 from scheduler_svc.models import Model, ModelRegistry
 from scheduler_svc.outbox import GenerateOutbox
 from scheduler_svc.parsing import Malformed, accept
+from scheduler_svc.rpc import Context, abort, answering, rpc_deadline
 from scheduler_svc.tokenization import Decode, EncodeChat, EncodeText
 from scheduler_svc.tokenizer_pool import TokenizerPool
-
-_log = structlog.get_logger()
-_R = TypeVar("_R")
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-def answering(
-    method: Callable[[Any, Any, Context], Awaitable[_R]],
-) -> Callable[[Any, Any, Context], Awaitable[_R]]:
-    """Make a method answer a ServiceError as the error it is, and a bug as INTERNAL."""
-
-    @wraps(method)
-    async def wrapper(self: object, request: object, context: Context) -> _R:
-        try:
-            return await method(self, request, context)
-        except ServiceError as error:
-            failure = error
-        except grpc.aio.AbortError:
-            raise
-        except grpc.aio.InternalError:
-            # So grpc says when the client went away during an operation.
-            raise asyncio.CancelledError from None
-        except Exception:  # noqa: BLE001 - logged
-            _log.exception("call_failed", method=method.__name__)
-            failure = ServiceError("INTERNAL", "the scheduler failed")
-        return await abort(context, failure)
-
-    return wrapper
 
 
 class GenerationService:
@@ -72,7 +41,8 @@ class GenerationService:
         """Serve one request; what fails before its first event fails the call."""
         outbox = GenerateOutbox(self._max_backlog_bytes)
         now = asyncio.get_running_loop().time()
-        stream = Stream(outbox, "generate", rpc_deadline(context, now))
+        key = presented(context.invocation_metadata())
+        stream = Stream(outbox, "generate", rpc_deadline(context, now), key)
         record = self._intake.open(stream)
         if isinstance(request, Malformed):
             record.end(request.error.reason)

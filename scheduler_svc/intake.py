@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
 
-import grpc
 import structlog
-from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
+from scheduler_svc.access import Access
 from scheduler_svc.accounts import Accounts, RequestRecord
 from scheduler_svc.admission import Admission, Arrival
 from scheduler_svc.convert import generate_from_proto
 from scheduler_svc.driver import Driver
-from scheduler_svc.errors import ServiceError, trailing_metadata
+from scheduler_svc.errors import ServiceError
 from scheduler_svc.outbox import Outbox
 from scheduler_svc.requests import LiveRequest
 
 _log = structlog.get_logger()
-_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +28,16 @@ class Stream:
     outbox: Outbox
     transport: str
     rpc_deadline: float | None
+    key: str | None = field(repr=False)
+    """The call's own API key, for the requests that bring none."""
     paced: bool = False
 
 
 class Intake:
     """Turns messages into live requests, each with an account that ends whatever happens."""
 
-    def __init__(self, admission: Admission, driver: Driver, accounts: Accounts) -> None:
+    def __init__(self, access: Access, admission: Admission, driver: Driver, accounts: Accounts) -> None:
+        self._access = access
         self._admission = admission
         self._driver = driver
         self._accounts = accounts
@@ -62,12 +61,15 @@ class Intake:
         """
         try:
             record.request_id = message.request_id
+            key = message.api_key if message.HasField("api_key") else stream.key
+            record.tenant = tenant = self._access.tenant(key).name
             call = generate_from_proto(message)
             record.request_id = call.request_id
             arrival = Arrival(
                 core_id=f"{call.request_id}#{next(self._numbers)}",
                 at=record.arrival,
                 rpc_deadline=stream.rpc_deadline,
+                tenant=tenant,
                 paced=stream.paced,
             )
             admitted = await self._admission.admit(call, arrival)
@@ -86,27 +88,3 @@ class Intake:
         record.admitted(admitted.request)
         self._driver.submit(live)
         return live
-
-
-def rpc_deadline(context: grpc.aio.ServicerContext[Any, Any], now: float) -> float | None:
-    """Return when the call's own deadline passes, in monotonic seconds."""
-    left_s = context.time_remaining()
-    # Without a deadline grpc says some hundreds of years.
-    return now + left_s if left_s is not None and left_s < 365 * 86400 else None
-
-
-async def abort(
-    context: grpc.aio.ServicerContext[Any, Any], error: ServiceError | common_pb2.Error
-) -> NoReturn:
-    """End a call with an error, in the rich error model.
-
-    Raises:
-        AbortError: as grpc wants it.
-        CancelledError: the client has gone.
-    """
-    proto = error.to_proto() if isinstance(error, ServiceError) else error
-    try:
-        await context.abort(_BY_NUMBER[proto.code], proto.message, trailing_metadata(proto))
-    except grpc.aio.InternalError:
-        raise asyncio.CancelledError from None
-    raise AssertionError("abort returns")

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import structlog
+from octavo.keys import KeyFile, KeyFileError
 from prometheus_client import disable_created_metrics, start_http_server
 
 from scheduler_svc import logs
+from scheduler_svc.access import Access
 from scheduler_svc.accounts import Accounts
 from scheduler_svc.admission import Admission
 from scheduler_svc.config import SchedulerSettings
@@ -23,6 +25,7 @@ from scheduler_svc.driver import Driver
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.generation import GenerationService
 from scheduler_svc.intake import Intake
+from scheduler_svc.key_file import KeyFileWatch
 from scheduler_svc.metrics import Metrics
 from scheduler_svc.models import ModelRegistry
 from scheduler_svc.operations import PinService, StatusService
@@ -37,6 +40,7 @@ from scheduler_svc.worker_link import Epochs, LinkContext
 log = structlog.get_logger()
 
 EXIT_FAILED: Final = 1
+EXIT_SETTINGS: Final = 2
 EXIT_ADDRESS_TAKEN: Final = 4
 _CLOSE_S: Final = 1.0
 _SCRAPE_TIMEOUT_S: Final = 5.0
@@ -55,6 +59,9 @@ def run(settings: SchedulerSettings) -> int:
     except AddressTaken as error:
         log.error("scheduler_cannot_start", reason="ADDRESS_TAKEN", problem=str(error))  # noqa: TRY400 - no bug
         return EXIT_ADDRESS_TAKEN
+    except KeyFileError as error:
+        log.error("scheduler_cannot_start", reason="KEY_FILE", problem=f"{settings.key_file}: {error}")  # noqa: TRY400 - no bug
+        return EXIT_SETTINGS
     except PlanLogError as error:
         log.error("scheduler_cannot_start", reason="PLAN_LOG_UNWRITABLE", problem=str(error))  # noqa: TRY400 - no bug
         return EXIT_FAILED
@@ -105,6 +112,11 @@ class SchedulerProcess:
         self.metrics = Metrics()
         self.accounts = Accounts(self.metrics, asyncio.get_running_loop().time)
         self.driver = Driver(_make_core(settings), self.accounts, self.metrics)
+        self.access = Access(self.metrics)
+        self._key_file: KeyFileWatch | None = None
+        if settings.key_file is not None:
+            self._key_file = KeyFileWatch(settings.key_file, self.metrics, self._keys_changed)
+            self._key_file.load()
         self.pool = TokenizerPool(settings.tokenizer_processes, settings.tokenizer_timeout_s)
         self.models = ModelRegistry(self.pool)
         self._settings = settings
@@ -119,6 +131,9 @@ class SchedulerProcess:
             lambda: [link.status for link in self.fleet],
             settings.price_per_gpu_hour,
         )
+        if self._key_file is not None:
+            watch = self._key_file
+            board.key_file_problem = lambda: watch.problem
         self.fleet = Fleet(
             settings.workers,
             LinkContext(
@@ -160,6 +175,7 @@ class SchedulerProcess:
         self.pool.start()
         self.fleet.start()
         driving = asyncio.create_task(self.driver.run())
+        watching = asyncio.create_task(self._key_file.run()) if self._key_file is not None else None
         log.info(
             "scheduler_listening",
             scheduler_id=self.scheduler_id,
@@ -181,6 +197,8 @@ class SchedulerProcess:
             await self.fleet.close()
             await self.pool.close()
             driving.cancel()
+            if watching is not None:
+                watching.cancel()
             close_metrics()
         log.info("scheduler_stopped", scheduler_id=self.scheduler_id)
         return 0
@@ -190,7 +208,7 @@ class SchedulerProcess:
     def _make_server(self, board: StatusBoard, pins: PinBoard) -> tuple[SchedulerServer, SessionService]:
         settings, driver, models, pool = self._settings, self.driver, self.models, self.pool
         admission = Admission(models, pool, settings)
-        intake = Intake(admission, driver, self.accounts)
+        intake = Intake(self.access, admission, driver, self.accounts)
         limits = SessionLimits(
             settings.max_backlog_bytes,
             settings.max_session_requests,
@@ -202,15 +220,22 @@ class SchedulerProcess:
             self.fleet,
             driver,
             begin_drain=lambda grace_s: self.stop("Drain", grace_s),
+            access=self.access,
             faults_enabled=settings.enable_faults,
         )
         services = Services(
             GenerationService(intake, driver, models, pool, settings.max_backlog_bytes),
             sessions,
             status,
-            PinService(pins, self.fleet, models, pool, admission),
+            PinService(pins, self.fleet, models, admission, self.access),
         )
-        return SchedulerServer(services, settings.max_streams), sessions
+        guard = self.access if settings.key_file is not None else None
+        return SchedulerServer(services, settings.max_streams, guard), sessions
+
+    def _keys_changed(self, key_file: KeyFile) -> None:
+        """The key file has been read, for the first time or again."""
+        self.access.key_file = key_file
+        self.driver.weigh_tenants({tenant.name: tenant.weight for tenant in key_file.tenants.values()})
 
     def _workers_changed(self) -> None:
         """A worker has come or gone."""

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -138,6 +138,17 @@ class Metrics:
             "octavo_bubble_seconds",
             "Time that a worker waited for a plan while it had sequences.",
             ["worker"],
+            registry=registry,
+        )
+        self.access_refusals = Counter(
+            "octavo_access_refusals",
+            "Calls and requests whose API key did not do.",
+            ["reason"],
+            registry=registry,
+        )
+        self.key_file_broken = Gauge(
+            "octavo_key_file_broken",
+            "1 when the key file cannot be used as it is, and an older one is in force.",
             registry=registry,
         )
         self.worker_losses = Counter(

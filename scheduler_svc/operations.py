@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import grpc
+from octavo.keys import Role
 from octavo.protocol.convert import keys_from_proto
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import operations_pb2, worker_pb2
 
-from scheduler_svc.admission import ANONYMOUS, Admission
+from scheduler_svc.access import OPERATIONS, Access, presented
+from scheduler_svc.admission import Admission
 from scheduler_svc.driver import Driver
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.fleet import Fleet
-from scheduler_svc.generation import answering
 from scheduler_svc.models import ModelRegistry
 from scheduler_svc.parsing import Malformed, accept
 from scheduler_svc.pins import Pin, PinBoard, PinPort
+from scheduler_svc.rpc import Context, answering
 from scheduler_svc.status import StatusBoard
 from scheduler_svc.tokenization import EncodeChat, EncodeText, KeySpec
-from scheduler_svc.tokenizer_pool import TokenizerPool
 from scheduler_svc.worker_link import WorkerLink
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
 _MIN_INTERVAL_MS: Final = 100
+_WATCH: Final = f"/{OPERATIONS}/WatchStatus"
 
 
 class StatusService:
@@ -39,12 +39,14 @@ class StatusService:
         driver: Driver,
         *,
         begin_drain: Callable[[float | None], None],
+        access: Access,
         faults_enabled: bool,
     ) -> None:
         self._board = board
         self._fleet = fleet
         self._driver = driver
         self._begin_drain = begin_drain
+        self._access = access
         self._faults_enabled = faults_enabled
 
     @answering
@@ -67,6 +69,8 @@ class StatusService:
                 ("interval_ms", f"must be at least {_MIN_INTERVAL_MS}, got {interval_ms}")
             )
         while True:
+            # Its key may be taken away meanwhile.
+            self._access.check(_WATCH, context.invocation_metadata())
             await context.write(operations_pb2.WatchStatusResponse(status=self._board.status()))
             await asyncio.sleep(interval_ms / 1000)
 
@@ -116,25 +120,31 @@ class PinService:
         pins: PinBoard,
         fleet: Fleet,
         models: ModelRegistry,
-        pool: TokenizerPool,
         admission: Admission,
+        access: Access,
     ) -> None:
         self._pins = pins
         self._fleet = fleet
         self._models = models
-        self._pool = pool
         self._admission = admission
+        self._access = access
 
     @answering
     async def pin_prefix(
-        self, request: operations_pb2.PinPrefixRequest | Malformed, _: Context
+        self, request: operations_pb2.PinPrefixRequest | Malformed, context: Context
     ) -> operations_pb2.PinPrefixResponse:
         """Keep the full blocks of a prefix on the device."""
         request = accept(request)
         model = self._models.find(request.model)
         if not request.name:
             raise ServiceError.invalid(("name", "must be set"))
-        root = self._admission.root_key(model, ANONYMOUS, request.cache_salt)
+        tenant = self._access.tenant(presented(context.invocation_metadata()), Role.OPERATOR)
+        if request.HasField("tenant"):
+            named = self._access.named(request.tenant)
+            if named is None:
+                raise ServiceError.invalid(("tenant", "must name a tenant of the key file"))
+            tenant = named
+        root = self._admission.root_key(model, tenant.name, request.cache_salt)
         keys = KeySpec(root, model.block_size)
         job: EncodeText | EncodeChat
         match request.WhichOneof("input"):
@@ -146,7 +156,7 @@ class PinService:
                 job = EncodeChat(model.text_key, chat.SerializeToString(), keys)
             case _:
                 raise ServiceError.invalid(("input", "one of text and system_prompt must be set"))
-        encoded = await self._pool.encode(job, request.ByteSize())
+        encoded = await self._admission.encode(job, request.ByteSize())
         pin = Pin(model.id, request.name, keys_from_proto(encoded.keys))
         tokens = len(encoded.token_ids) // 4
         if not pin.keys:

@@ -9,21 +9,20 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
-from grpc_channelz.v1 import channelz, channelz_pb2
+from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from octavo.v1 import generation_pb2, operations_pb2
 
+from scheduler_svc.access import CHANNELZ, GENERATION, OPERATIONS, Access, AccessInterceptor, presented
 from scheduler_svc.config import MAX_MESSAGE_BYTES
 from scheduler_svc.driver import Driver
-from scheduler_svc.generation import Context, GenerationService, answering
-from scheduler_svc.intake import Intake, rpc_deadline
+from scheduler_svc.generation import GenerationService
+from scheduler_svc.intake import Intake
 from scheduler_svc.operations import PinService, StatusService
 from scheduler_svc.parsing import lenient
+from scheduler_svc.rpc import Context, answering, rpc_deadline
 from scheduler_svc.session import Incoming, Session, SessionLimits
-
-GENERATION: Final = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
-OPERATIONS: Final = operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name
 
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -59,7 +58,13 @@ class SessionService:
     async def session(self, incoming: AsyncIterator[Incoming], context: Context) -> None:
         """Serve one stream."""
         now = asyncio.get_running_loop().time()
-        session = Session(self._intake, self._driver, self._limits, rpc_deadline(context, now))
+        session = Session(
+            self._intake,
+            self._driver,
+            self._limits,
+            rpc_deadline=rpc_deadline(context, now),
+            key=presented(context.invocation_metadata()),
+        )
         self._sessions.add(session)
         try:
             await session.run(incoming, context)
@@ -85,8 +90,12 @@ class Services:
 class SchedulerServer:
     """The port."""
 
-    def __init__(self, services: Services, max_streams: int) -> None:
-        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=max_streams)
+    def __init__(self, services: Services, max_streams: int, access: Access | None) -> None:
+        self._server = grpc.aio.server(
+            interceptors=() if access is None else (AccessInterceptor(access),),
+            options=_OPTIONS,
+            maximum_concurrent_rpcs=max_streams,
+        )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lag
         self._server.add_generic_rpc_handlers(
             (
@@ -100,7 +109,7 @@ class SchedulerServer:
             GENERATION,
             OPERATIONS,
             health.SERVICE_NAME,
-            channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name,
+            CHANNELZ,
             reflection.SERVICE_NAME,
         )
         reflection.enable_server_reflection(names, self._server)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-import grpc
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.accounts import RequestRecord
@@ -17,8 +15,8 @@ from scheduler_svc.intake import Intake, Stream
 from scheduler_svc.outbox import SessionOutbox
 from scheduler_svc.parsing import Malformed
 from scheduler_svc.requests import LiveRequest
+from scheduler_svc.rpc import Context
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Incoming = pb.SessionRequest | Malformed
 
 
@@ -40,13 +38,19 @@ class Session:
     """The state of one stream. Everything ends with it."""
 
     def __init__(
-        self, intake: Intake, driver: Driver, limits: SessionLimits, rpc_deadline: float | None
+        self,
+        intake: Intake,
+        driver: Driver,
+        limits: SessionLimits,
+        *,
+        rpc_deadline: float | None,
+        key: str | None,
     ) -> None:
         self._intake = intake
         self._driver = driver
         self._limits = limits
         self._outbox = SessionOutbox(limits.max_backlog_bytes)
-        self._stream = Stream(self._outbox, "session", rpc_deadline)
+        self._stream = Stream(self._outbox, "session", rpc_deadline, key)
         self._requests: dict[str, asyncio.Task[LiveRequest] | LiveRequest] = {}
         """Requests by the client's name for them; a task while they are being admitted."""
         self._unused_credits = 0
@@ -111,9 +115,7 @@ class Session:
                     self._drop(request)
             case "open" if self._messages == 0:
                 if message.open.paced:
-                    self._stream = Stream(
-                        self._outbox, self._stream.transport, self._stream.rpc_deadline, paced=True
-                    )
+                    self._stream = replace(self._stream, paced=True)
                     self.top_up()
             case "open":
                 self._refuse("", ServiceError.invalid(("open", "must be the first message")))

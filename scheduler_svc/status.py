@@ -30,6 +30,7 @@ class StatusBoard:
         links: Callable[[], Iterable[LinkStatus]],
         price_per_gpu_hour: float | None,
     ) -> None:
+        self.key_file_problem: Callable[[], str | None] = lambda: None
         self._scheduler_id = scheduler_id
         self._driver = driver
         self._accounts = accounts
@@ -61,6 +62,7 @@ class StatusBoard:
             arrivals=accounts.arrivals,
             live_requests=accounts.live,
             rates=self._rates(len(snapshot.workers)),
+            key_file_problem=self.key_file_problem(),
         )
 
     def _workers(self, snapshot: CoreSnapshot) -> list[operations_pb2.WorkerStatus]:

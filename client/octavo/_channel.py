@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar, cast
 
 # gRPC's own fork handlers crash a child forked while an event loop uses it (seen in one fork of eight).
@@ -57,6 +57,8 @@ class Connection:
 
     endpoint: str
     channel: grpc.aio.Channel
+    metadata: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Goes with every call: the API key."""
 
     @property
     def generation(self) -> pb_grpc.GenerationAsyncStub:
@@ -99,11 +101,25 @@ def _endpoint(text: str) -> str:
     return f"{host}:{port}"
 
 
+def parse_api_key(given: str | None) -> str | None:
+    """Return the key to call with: what was given, or what is in the environment, if there is one.
+
+    Raises:
+        InvalidRequestError: it cannot be sent; it is not repeated.
+    """
+    key = os.environ.get("OCTAVO_API_KEY") if given is None else given
+    key = key.strip() if key is not None else ""
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise InvalidRequestError.of_fields(("api_key", "must be one word of printable ASCII characters"))
+    return key or None
+
+
 class Endpoints:
     """Schedulers in order of preference; one that failed goes to the end of the line."""
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
+    def __init__(self, endpoints: Sequence[str], api_key: str | None = None) -> None:
         self._order = list(endpoints)
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
         self._unary: Connection | None = None
 
     def __len__(self) -> int:
@@ -123,7 +139,7 @@ class Endpoints:
         failures = []
         for endpoint in list(self._order):
             try:
-                return await _dial(endpoint)
+                return await _dial(endpoint, self._metadata)
             except UnavailableError as error:
                 failures.append(error.message)
                 self.demote(endpoint)
@@ -166,12 +182,12 @@ class Endpoints:
             await connection.close()
 
 
-async def _dial(endpoint: str) -> Connection:
+async def _dial(endpoint: str, metadata: tuple[tuple[str, str], ...]) -> Connection:
     options = list(_OPTIONS)
     if endpoint.removeprefix("dns:///").startswith(_LOOPBACK):
         options.append(("grpc.enable_http_proxy", 0))
     channel = grpc.aio.insecure_channel(endpoint, options=options)
-    connection = Connection(endpoint, channel)
+    connection = Connection(endpoint, channel, metadata)
     ready = False
     try:
         async with asyncio.timeout(_DIAL_TIMEOUT_S):

@@ -22,8 +22,8 @@ _T = TypeVar("_T")
 class Core:
     """One client. Bound to the event loop that uses it first."""
 
-    def __init__(self, endpoints: tuple[str, ...], patience: Patience) -> None:
-        self.endpoints = Endpoints(endpoints)
+    def __init__(self, endpoints: Endpoints, patience: Patience) -> None:
+        self.endpoints = endpoints
         self._patience = patience
         self._transports: dict[bool, Transport] = {}
         self._loop: asyncio.AbstractEventLoop | None = None

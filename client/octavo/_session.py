@@ -77,7 +77,7 @@ class Stream:
         self._outbox: deque[pb.SessionRequest] = deque()
         self._filled = asyncio.Event()
         self._closing = False
-        self._rpc = connection.generation.Session(None)
+        self._rpc = connection.generation.Session(None, metadata=connection.metadata)
         self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._write()))
 
     def post(self, message: pb.SessionRequest) -> None:

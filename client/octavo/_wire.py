@@ -31,7 +31,7 @@ MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 _SAMPLING: Final = frozenset(field.name for field in fields(SamplingParams))
 _SECONDS: Final = ("queue_timeout", "ttft_deadline", "deadline")
 _TERMS: Final = ("may_trim", "keep_head_tokens", "keep_tail_tokens", "may_shed", "cache_salt")
-_PLAIN: Final = ("model", "request_id", "skip_text", "keep_special_tokens")
+_PLAIN: Final = ("model", "request_id", "skip_text", "keep_special_tokens", "api_key")
 _CHAT: Final = ("tools", "template_vars", "add_generation_prompt")
 
 
@@ -302,6 +302,7 @@ def status(message: operations_pb2.Status) -> Status:
             queue_p99_s=rates.queue_p99_ms / 1000,
             cost_per_1k_tokens=rates.cost_per_1k_tokens if rates.HasField("cost_per_1k_tokens") else None,
         ),
+        key_file_problem=message.key_file_problem if message.HasField("key_file_problem") else None,
     )
 
 

@@ -13,7 +13,7 @@ import grpc.aio
 
 from octavo import _wire
 from octavo._call import Call
-from octavo._channel import from_rpc, parse_endpoints
+from octavo._channel import Endpoints, from_rpc, parse_api_key, parse_endpoints
 from octavo._core import Core
 from octavo._session import Patience, Transport
 from octavo.errors import InvalidRequestError, OctavoError
@@ -137,22 +137,26 @@ class AsyncClient:
     Args:
         endpoint: `host:port` of the scheduler; several (a list, or separated by commas) are tried in
             order and stand in for each other. Absent: the variable OCTAVO_ENDPOINT, or 127.0.0.1:50051.
+        api_key: goes with every call. Absent: the variable OCTAVO_API_KEY, or none. Requests may bring
+            keys of their own (option `api_key`), as those of a gateway do.
         connect_timeout: seconds to try until a first connection stands.
         reconnect_timeout: seconds to try to get a lost connection back before the running requests fail.
             Until then they wait, and go on where they were.
 
     Raises:
-        InvalidRequestError: an endpoint is malformed.
+        InvalidRequestError: an endpoint or the key is malformed.
     """
 
     def __init__(
         self,
         endpoint: str | Sequence[str] | None = None,
         *,
+        api_key: str | None = None,
         connect_timeout: float = 10.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
-        self._core = Core(parse_endpoints(endpoint), Patience(connect_timeout, reconnect_timeout))
+        endpoints = Endpoints(parse_endpoints(endpoint), parse_api_key(api_key))
+        self._core = Core(endpoints, Patience(connect_timeout, reconnect_timeout))
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerateResult:
         """Return the whole output for a prompt.
@@ -233,7 +237,7 @@ class AsyncClient:
         return await self._tokenize(pb.TokenizeRequest(model=model, chat=chat, return_pieces=pieces))
 
     async def _tokenize(self, request: pb.TokenizeRequest) -> Tokenization:
-        answer = await self._core.unary(lambda on: on.generation.Tokenize(request))
+        answer = await self._core.unary(lambda on: on.generation.Tokenize(request, metadata=on.metadata))
         return Tokenization(tuple(answer.token_ids), tuple(answer.pieces), answer.max_model_len)
 
     async def detokenize(
@@ -243,17 +247,19 @@ class AsyncClient:
         request = pb.DetokenizeRequest(model=model, keep_special_tokens=keep_special_tokens)
         with _wire.naming("token_ids"):
             request.token_ids.extend(token_ids)
-        answer = await self._core.unary(lambda on: on.generation.Detokenize(request))
+        answer = await self._core.unary(lambda on: on.generation.Detokenize(request, metadata=on.metadata))
         return answer.text
 
     async def models(self) -> list[ModelInfo]:
         """Return the models that are served."""
-        answer = await self._core.unary(lambda on: on.generation.ListModels(pb.ListModelsRequest()))
+        request = pb.ListModelsRequest()
+        answer = await self._core.unary(lambda on: on.generation.ListModels(request, metadata=on.metadata))
         return [_wire.model_info(model) for model in answer.models]
 
     async def status(self) -> Status:
         """Return what the scheduler is doing."""
-        answer = await self._core.unary(lambda on: on.operations.GetStatus(operations_pb2.GetStatusRequest()))
+        request = operations_pb2.GetStatusRequest()
+        answer = await self._core.unary(lambda on: on.operations.GetStatus(request, metadata=on.metadata))
         return _wire.status(answer.status)
 
     async def watch_status(self, interval: float = 1.0) -> AsyncGenerator[Status]:
@@ -261,7 +267,7 @@ class AsyncClient:
         request = operations_pb2.WatchStatusRequest(interval_ms=round(interval * 1000))
         connection = await self._core.endpoints.dial()
         try:
-            rpc = connection.operations.WatchStatus(request)
+            rpc = connection.operations.WatchStatus(request, metadata=connection.metadata)
             async for answer in rpc:
                 yield _wire.status(answer.status)
         except grpc.aio.AioRpcError as error:
@@ -274,7 +280,7 @@ class AsyncClient:
         request = operations_pb2.DrainRequest(
             worker_id=worker_id, grace_ms=None if grace is None else round(grace * 1000)
         )
-        answer = await self._core.unary(lambda on: on.operations.Drain(request))
+        answer = await self._core.unary(lambda on: on.operations.Drain(request, metadata=on.metadata))
         return DrainResult(answer.running, answer.waiting)
 
     async def aclose(self) -> None:

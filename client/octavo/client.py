@@ -112,11 +112,15 @@ class Client:
         self,
         endpoint: str | Sequence[str] | None = None,
         *,
+        api_key: str | None = None,
         connect_timeout: float = 10.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
         self._aio = AsyncClient(
-            endpoint, connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout
+            endpoint,
+            api_key=api_key,
+            connect_timeout=connect_timeout,
+            reconnect_timeout=reconnect_timeout,
         )
         self._core = self._aio._core  # noqa: SLF001 # one client with two faces
         self._thread = LoopThread()

@@ -86,3 +86,5 @@ class Status:
     arrivals: int
     live_requests: int
     rates: Rates
+    key_file_problem: str | None = None
+    """Why the key file as it is now cannot be used; the last good one is in force."""

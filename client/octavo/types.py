@@ -73,6 +73,8 @@ class GenerateOptions(TypedDict, total=False):
     skip_text: bool
     """Token ids only: nothing is detokenized."""
     keep_special_tokens: bool
+    api_key: str
+    """Key of the user for whom the request is made, if that is not who owns the client."""
 
 
 class TemplateOptions(TypedDict, total=False):

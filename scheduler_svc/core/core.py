@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Mapping
 
 from octavo.protocol.steps import FinishReason, Report
 
@@ -36,6 +37,7 @@ class SchedulerCore:
         self._pools: dict[str, ModelPool] = {}
         self._planners: dict[str, ContinuousPlanner | StaticPlanner] = {}
         self._workers: dict[str, WorkerState] = {}
+        self._weights = dict(config.tenant_weights)
         self._lifecycle = Lifecycle(config, self._pools)
         self._reader = ReportReader(config, self._lifecycle)
         self._wakeups: list[tuple[float, str]] = []
@@ -83,6 +85,12 @@ class SchedulerCore:
         """Refuse new requests from now on; what is here goes on."""
         self._draining = True
         return [LogEvent("scheduler_draining", {"live_requests": len(self._lifecycle.requests)})]
+
+    def weigh_tenants(self, weights: Mapping[str, float], now: float) -> list[Effect]:
+        """Give tenants these shares from now on; what they have used stays as it was charged."""
+        self._weights.clear()
+        self._weights.update(weights)
+        return []
 
     # Workers -------------------------------------------------------------------------------------
 
@@ -215,7 +223,7 @@ class SchedulerCore:
     def _pool(self, model: str) -> ModelPool:
         pool = self._pools.get(model)
         if pool is None:
-            pool = self._pools[model] = ModelPool(self.config)
+            pool = self._pools[model] = ModelPool(self.config, self._weights)
             planner = ContinuousPlanner if self.config.static is None else StaticPlanner
             self._planners[model] = planner(self.config, pool, self._explain)
         return pool

@@ -57,8 +57,8 @@ class LoadIndex:
 class ModelPool:
     """The workers of one model, its waiting queue and its prefix index."""
 
-    def __init__(self, config: CoreConfig) -> None:
-        self.charges: Charges = make_charges(config.policy, config.tenant_weights)
+    def __init__(self, config: CoreConfig, weights: dict[str, float]) -> None:
+        self.charges: Charges = make_charges(config.policy, weights)
         self.queue = WaitingQueue(config, self.charges)
         self.prefixes = PrefixIndex()
         self.loads = LoadIndex()

@@ -160,7 +160,9 @@ class NoCharges:
 
 
 class VirtualTokenCounters:
-    """Virtual token counters of the tenants: tokens over weight.
+    """Virtual token counters of the tenants: tokens over weight, 1 for tenants that have none.
+
+    `weights` may change at any time; it counts for what is charged from then on.
 
     A tenant that comes back is lifted to the least counter of those with work: idle time earns no
     credit. What such a lift would undo need not be remembered.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from octavo.protocol.convert import report_to_proto
@@ -97,6 +97,12 @@ class RecordingCore(SchedulerCore):
         """Refuse new requests from now on."""
         entry = PlanLogEntry(now=now, drain=planlog_pb2.DrainEvent())
         return self._record(entry, partial(super().drain, now))
+
+    def weigh_tenants(self, weights: Mapping[str, float], now: float) -> list[Effect]:
+        """Give tenants these shares from now on."""
+        event = planlog_pb2.TenantWeightsEvent(weights=weights)
+        entry = PlanLogEntry(now=now, tenant_weights=event)
+        return self._record(entry, partial(super().weigh_tenants, weights, now))
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state of the core alone: the checkpoint at the head of a file."""

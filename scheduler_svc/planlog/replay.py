@@ -112,6 +112,7 @@ def apply(core: SchedulerCore, entry: PlanLogEntry) -> list[Effect]:
         "report": lambda: core.report(entry.report.worker_id, _report(entry.report), now),
         "tick": lambda: core.tick(now),
         "drain": lambda: core.drain(now),
+        "tenant_weights": lambda: core.weigh_tenants(dict(entry.tenant_weights.weights), now),
     }
     call = calls.get(kind)
     if call is None:

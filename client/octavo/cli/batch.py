@@ -75,6 +75,7 @@ async def _run(
     options: dict[str, Any] = request.options(arguments)
     client = AsyncClient(
         arguments.endpoint,
+        api_key=request.key_of(arguments),
         connect_timeout=arguments.connect_timeout,
         reconnect_timeout=arguments.reconnect_timeout,
     )

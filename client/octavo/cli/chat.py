@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Do it and return the exit code."""
     options = request.options(arguments)
     turns = [ChatMessage("system", arguments.system)] if arguments.system else []
-    with Client(arguments.endpoint, connect_timeout=arguments.connect_timeout) as client:
+    with request.connect(arguments) as client:
         if arguments.message is None:
             client.models()  # A service that cannot be reached is told before the first prompt.
             _converse(client, turns, options)

@@ -6,7 +6,6 @@ import argparse
 import sys
 
 from octavo.cli import output, request
-from octavo.client import Client
 
 
 def configure(parser: argparse.ArgumentParser, name: str) -> None:
@@ -32,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("n", "logprobs"):
         if getattr(arguments, name) is not None:
             options[name] = getattr(arguments, name)
-    with Client(arguments.endpoint, connect_timeout=arguments.connect_timeout) as client:
+    with request.connect(arguments) as client:
         if arguments.json:
             print(output.to_json(client.generate(prompt, **options)))
             return 0

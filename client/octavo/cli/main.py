@@ -14,6 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from octavo.cli import output
 from octavo.errors import (
+    AccessDeniedError,
     DeadlineExceededError,
     InvalidRequestError,
     OctavoError,
@@ -44,6 +45,7 @@ EXIT_CODES: Final[tuple[tuple[type[OctavoError], int], ...]] = (
     (UnavailableError, 3),
     (OverloadedError, 4),
     (DeadlineExceededError, 5),
+    (AccessDeniedError, 6),
     (OctavoError, EXIT_FAILED),
 )
 _LINES: Final = "\n".join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items())
@@ -52,7 +54,7 @@ commands (octavo COMMAND --help tells more):
 {_LINES}
 
 exit codes: 0 done, 1 failed, 2 wrong usage or invalid request, 3 service unavailable,
-4 refused for load, 5 deadline passed, 130 interrupted
+4 refused for load, 5 deadline passed, 6 not allowed, 130 interrupted
 """
 
 

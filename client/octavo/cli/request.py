@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final
 
 from octavo.cli import output
+from octavo.client import Client
+from octavo.errors import InvalidRequestError
 from octavo.types import Delta, GenerateResult
 
 # Flag -> type, what it does. Names are those of the SDK's options.
@@ -36,6 +39,13 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
         help="scheduler to talk to; several, separated by commas, stand in for each other "
         "(default: $OCTAVO_ENDPOINT or 127.0.0.1:50051)",
     )
+    # Not the key itself: whoever may list processes would see it.
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file that holds the API key and nothing else (default: the key is in $OCTAVO_API_KEY)",
+    )
     parser.add_argument(
         "--connect-timeout",
         type=float,
@@ -43,6 +53,27 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to try to connect (default: 5)",
     )
+
+
+def key_of(arguments: argparse.Namespace) -> str | None:
+    """Return the API key in the file that was named; None leaves it to the environment.
+
+    Raises:
+        InvalidRequestError: the file cannot be read.
+    """
+    if arguments.api_key_file is None:
+        return None
+    try:
+        text: str = arguments.api_key_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise InvalidRequestError.of_fields(("api_key_file", f"{arguments.api_key_file}: {why}")) from None
+    return text
+
+
+def connect(arguments: argparse.Namespace) -> Client:
+    """Return a client for the service that the arguments name."""
+    return Client(arguments.endpoint, api_key=key_of(arguments), connect_timeout=arguments.connect_timeout)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ import sys
 from typing import Final
 
 from octavo.cli import output, request
-from octavo.client import Client
 from octavo.status import Status
 
 LEVELS: Final = ("normal", "trim", "shed batch", "shed standard", "open")
@@ -33,7 +32,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do it and return the exit code."""
     render = output.to_json if arguments.json else show
-    with Client(arguments.endpoint, connect_timeout=arguments.connect_timeout) as client:
+    with request.connect(arguments) as client:
         if arguments.watch is None:
             print(render(client.status()))
             return 0
@@ -62,6 +61,10 @@ def show(status: Status) -> str:
     ]
     if rates.cost_per_1k_tokens is not None:
         lines.append(f"cost      {rates.cost_per_1k_tokens:.4f} per 1000 tokens")
+    if status.key_file_problem is not None:
+        lines.append(
+            output.paint(f"key file  cannot be used, the last good one is: {status.key_file_problem}", "red")
+        )
     lines += ["", _workers(status)]
     if any(queue.waiting for queue in status.queues):
         lines += ["", _queues(status)]

@@ -596,6 +596,7 @@ class PinPrefixRequest(google.protobuf.message.Message):
     TEXT_FIELD_NUMBER: builtins.int
     SYSTEM_PROMPT_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
     model: builtins.str
     name: builtins.str
     """Names the pin; a second one of the same name replaces the first."""
@@ -603,6 +604,8 @@ class PinPrefixRequest(google.protobuf.message.Message):
     system_prompt: builtins.str
     """Everything but the generation suffix."""
     cache_salt: builtins.str
+    tenant: builtins.str
+    """Whose requests it is for; absent is the tenant of the caller's key."""
     def __init__(
         self,
         *,
@@ -611,9 +614,13 @@ class PinPrefixRequest(google.protobuf.message.Message):
         text: builtins.str = ...,
         system_prompt: builtins.str = ...,
         cache_salt: builtins.str = ...,
+        tenant: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["input", b"input", "system_prompt", b"system_prompt", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "input", b"input", "model", b"model", "name", b"name", "system_prompt", b"system_prompt", "text", b"text"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_tenant", b"_tenant", "input", b"input", "system_prompt", b"system_prompt", "tenant", b"tenant", "text", b"text"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_tenant", b"_tenant", "cache_salt", b"cache_salt", "input", b"input", "model", b"model", "name", b"name", "system_prompt", b"system_prompt", "tenant", b"tenant", "text", b"text"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tenant", b"_tenant"]) -> typing.Literal["tenant"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "system_prompt"] | None: ...
 
 global___PinPrefixRequest = PinPrefixRequest

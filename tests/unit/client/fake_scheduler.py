@@ -108,6 +108,8 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled: list[str] = []
         self.sessions = 0
+        self.keys: list[str | None] = []
+        """What each session carried as its authorization."""
         self.refusing = ""
         self.credits_per_session = 4
         self.most_live = 0
@@ -158,6 +160,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionEvent],
     ) -> AsyncIterator[pb.SessionEvent]:
         self.sessions += 1
+        self.keys.append(dict(context.invocation_metadata() or ()).get("authorization"))
         session = _Session()
         tasks = [
             asyncio.create_task(self._listen(request_iterator, session)),

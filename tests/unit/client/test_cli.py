@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from octavo import AsyncClient
@@ -120,6 +121,7 @@ def test_status_json_and_watch_print_each_status(threaded: ThreadedScheduler, ca
         ("refuse QUEUE_FULL 8", 4, "try again in 1.5 s"),
         ("refuse QUEUE_TIMEOUT 4", 5, "QUEUE_TIMEOUT"),
         ("refuse POISON 10", 1, "[POISON]"),
+        ("refuse BAD_API_KEY 16", 6, "[BAD_API_KEY]"),
     ],
 )
 def test_error_is_one_line_with_the_documented_exit_code(
@@ -151,6 +153,26 @@ def test_endpoint_comes_from_the_environment(
     monkeypatch.setenv("OCTAVO_ENDPOINT", threaded.fake.endpoint)
 
     assert main(["generate", "x", "--max-tokens", "1"]) == 0
+
+
+def test_api_key_comes_from_a_file_or_the_environment_and_from_no_flag(
+    threaded: ThreadedScheduler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "key"
+    path.write_text("octavo_from-a-file\n")
+    monkeypatch.setenv("OCTAVO_API_KEY", "octavo_from-env")
+
+    assert octavo(threaded, "generate", "x", "--max-tokens", "1") == 0
+    assert octavo(threaded, "generate", "x", "--max-tokens", "1", "--api-key-file", str(path)) == 0
+    assert threaded.fake.keys == ["Bearer octavo_from-env", "Bearer octavo_from-a-file"]
+    capsys.readouterr()
+    assert octavo(threaded, "generate", "x", "--api-key-file", str(tmp_path / "none")) == 2
+    assert "none: No such file" in capsys.readouterr().err
+    path.write_text("octavo_two words")
+    assert octavo(threaded, "generate", "x", "--api-key-file", str(path)) == 2
+    assert "octavo_two" not in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        octavo(threaded, "generate", "x", "--api-key", "octavo_visible")
 
 
 def test_reader_leaves_early_ends_quietly(threaded: ThreadedScheduler) -> None:

@@ -203,3 +203,18 @@ def test_malformed_endpoint_is_refused_by_name(endpoint: str) -> None:
         AsyncClient(endpoint)
 
     assert caught.value.violations[0].field == "endpoint"
+
+
+async def test_scheduler_restarts_keys_of_client_and_request_go_along(scheduler: FakeScheduler) -> None:
+    await scheduler.hold(2)
+    async with AsyncClient(scheduler.endpoint, api_key="octavo_service") as client:
+        stream = client.stream("hello", max_tokens=4, api_key="octavo_of-a-user")
+        await anext(stream)
+        port = scheduler.port
+        await scheduler.stop()
+        await scheduler.start(port)
+        await scheduler.allow()
+        async for _ in stream:
+            pass
+    assert scheduler.keys == ["Bearer octavo_service"] * 2
+    assert [request.api_key for request in scheduler.requests] == ["octavo_of-a-user"] * 2

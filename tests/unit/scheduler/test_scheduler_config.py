@@ -26,13 +26,10 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
 
 def test_text_values_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_SCHEDULER_WORKERS", "a:1,b:2")
-    settings = SchedulerSettings.load(
-        {"metrics_port": "none", "queue_timeout_standard_s": "none", "tenant_weights": '{"a": 2}'}
-    )
+    settings = SchedulerSettings.load({"metrics_port": "none", "queue_timeout_standard_s": "none"})
     assert settings.workers == ("a:1", "b:2")
     assert settings.metrics_port is None
     assert settings.queue_timeout_standard_s is None
-    assert settings.core_config().tenant_weights == {"a": 2.0}
 
 
 def test_core_gets_the_static_arm_only_when_asked() -> None:

@@ -1,0 +1,65 @@
+"""What all methods of the port share: deadlines, and how a call ends with an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import structlog
+from octavo.v1 import common_pb2
+
+from scheduler_svc.errors import ServiceError, trailing_metadata
+
+_log = structlog.get_logger()
+_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+_R = TypeVar("_R")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def answering(
+    method: Callable[[Any, Any, Context], Awaitable[_R]],
+) -> Callable[[Any, Any, Context], Awaitable[_R]]:
+    """Make a method answer a ServiceError as the error it is, and a bug as INTERNAL."""
+
+    @wraps(method)
+    async def wrapper(self: object, request: object, context: Context) -> _R:
+        try:
+            return await method(self, request, context)
+        except ServiceError as error:
+            failure = error
+        except grpc.aio.AbortError:
+            raise
+        except grpc.aio.InternalError:
+            # So grpc says when the client went away during an operation.
+            raise asyncio.CancelledError from None
+        except Exception:  # noqa: BLE001 - logged
+            _log.exception("call_failed", method=method.__name__)
+            failure = ServiceError("INTERNAL", "the scheduler failed")
+        return await abort(context, failure)
+
+    return wrapper
+
+
+def rpc_deadline(context: Context, now: float) -> float | None:
+    """Return when the call's own deadline passes, in monotonic seconds."""
+    left_s = context.time_remaining()
+    # Without a deadline grpc says some hundreds of years.
+    return now + left_s if left_s is not None and left_s < 365 * 86400 else None
+
+
+async def abort(context: Context, error: ServiceError | common_pb2.Error) -> NoReturn:
+    """End a call with an error, in the rich error model.
+
+    Raises:
+        AbortError: as grpc wants it.
+        CancelledError: the client has gone.
+    """
+    proto = error.to_proto() if isinstance(error, ServiceError) else error
+    try:
+        await context.abort(_BY_NUMBER[proto.code], proto.message, trailing_metadata(proto))
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
+    raise AssertionError("abort returns")
