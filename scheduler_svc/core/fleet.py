@@ -8,7 +8,7 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.placement import PrefixIndex
 from scheduler_svc.core.policies import Charges, make_charges
 from scheduler_svc.core.rates import Rate
-from scheduler_svc.core.request import Sequence, Status
+from scheduler_svc.core.request import Sequence
 from scheduler_svc.core.steptime import StepTimeModel
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker import WorkerState
@@ -172,23 +172,20 @@ class ModelPool:
 
     def leave(self, sequence: Sequence, worker: WorkerState) -> None:
         """Leave a waiting sequence to a worker, which is to look at it when it plans next."""
-        if worker.in_flight:
-            worker.left_to_it[sequence] = None
-        else:
+        if not worker.in_flight:
             self.queue.unplaced.append(sequence)
+        elif sequence.left_for is not worker:
+            sequence.no_longer_left()
+            worker.left_to_it[sequence] = sequence.num_tokens - self.cached_tokens(worker, sequence)
+            sequence.left_for = worker
 
     def take_back(self, worker: WorkerState, now: float, *, all_of_it: bool = False) -> None:
         """What was left to a worker for long enough, and still waits, is not left to anybody again."""
-        kept: dict[Sequence, None] = {}
-        for sequence in worker.left_to_it:
-            if sequence.status is not Status.WAITING:
-                continue
-            if sequence.may_be_left(now) and not all_of_it:
-                kept[sequence] = None
-            else:
+        for sequence in list(worker.left_to_it):
+            if all_of_it or not sequence.may_be_left(now):
+                sequence.no_longer_left()
                 sequence.left_until = now
                 self.queue.unplaced.append(sequence)
-        worker.left_to_it = kept
 
     def idle_for(self, sequence: Sequence) -> WorkerState | None:
         """Return an idle worker that can hold a sequence."""
@@ -225,12 +222,16 @@ class ModelPool:
     def _first_token_s(self, worker: WorkerState, sequence: Sequence, now: float) -> float:
         """Return the predicted time to the first token of a sequence on a worker.
 
-        First the plans in flight, then so many steps with the prefill of what is there and of the
-        sequence, in each of which everything decodes.
+        First the plans in flight, then so many steps with the prefill of what is there, of what was left
+        to it before, and of the sequence, in each of which everything decodes.
         """
         model = self.times_of(worker)
         decodes = len(worker.decoding)
         todo = sequence.num_tokens - self.cached_tokens(worker, sequence) + worker.backlog_tokens
+        for other, tokens in worker.left_to_it.items():
+            if other is sequence:
+                break
+            todo += tokens
         steps = -(-todo // max(1, worker.token_budget - decodes))
         seconds = model.predict(decodes, todo, worker.context_tokens)
         seconds += (steps - 1) * model.predict(decodes, 0, worker.context_tokens)

@@ -203,6 +203,8 @@ class ContinuousPlanner:
             reason, figures = verdict
             if self.explain is not None:
                 self.explain(sequence, draft.worker, reason, figures)
+            if reason == "better_worker":
+                continue
             if reason in {"blocks", "max_num_seqs"} and misses == 0:
                 self._make_room(draft, sequence, now, out)
             if reason in {"max_num_seqs", "token_budget"} or (reason == "isolated" and sequence.suspect):

@@ -74,6 +74,8 @@ class Sequence:
     """When it first stood at the head and did not fit."""
     left_until: float | None = None
     """Until then it may be left for a better worker; None while it never was."""
+    left_for: WorkerState | None = None
+    """The worker it is left for: one that is to look at it when it plans next."""
     trust_hits: bool = True
     """False after a refusal: its cached blocks no longer count as room."""
     preemptions: int = 0
@@ -117,6 +119,12 @@ class Sequence:
     def may_be_left(self, now: float) -> bool:
         """Return whether it may still be left for a better worker."""
         return self.left_until is None or now < self.left_until
+
+    def no_longer_left(self) -> None:
+        """It is not left for a worker any more."""
+        if self.left_for is not None:
+            del self.left_for.left_to_it[self]
+            self.left_for = None
 
     def extend_keys(self, block_size: int) -> None:
         """Add the keys of blocks that tokens have filled since."""

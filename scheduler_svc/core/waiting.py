@@ -145,6 +145,7 @@ class WaitingQueue:
         if sequence.started_at is None:
             self.num_fresh -= 1
         sequence.blocked_since = None
+        sequence.no_longer_left()
 
     def start(self, sequence: Sequence) -> None:
         """Take a sequence out to run, and count the start towards the next turn."""

@@ -74,8 +74,8 @@ class WorkerState:
     """Blocks of releases on their way."""
     owed: dict[int, int] = field(default_factory=dict)
     """Handles that were cancelled, each with the step whose report must have let go of it."""
-    left_to_it: dict[Sequence, None] = field(default_factory=dict)
-    """Waiting sequences that others left for its next plan."""
+    left_to_it: dict[Sequence, int] = field(default_factory=dict)
+    """Waiting sequences that others left for its next plan, with the tokens it would have to compute."""
     admits_after: float = 0.0
     """After it refused sequences time and again: when it may be tried again."""
     num_refusals: int = 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from octavo.protocol.steps import Plan
+from collections.abc import Iterable, Mapping
 
 from scheduler_svc.core.core import SchedulerCore
 from scheduler_svc.core.fleet import ModelPool
@@ -120,15 +118,20 @@ def check_nothing_sleeps(core: SchedulerCore, now: float) -> None:
                 require(not able or looked_after, "nobody sleeps while work waits", names)
 
 
-def check_order(core: SchedulerCore, worker_id: str, plan: Plan, passed: set[Sequence], now: float) -> None:
-    """Verify that whoever came before what a plan admits, in its class, was considered first."""
+def check_order(
+    core: SchedulerCore, worker_id: str, fresh: Iterable[int], passed: set[Sequence], now: float
+) -> None:
+    """Verify that whoever came before what a plan admits, in its class, was considered first.
+
+    `fresh` are the handles of what is admitted for the first time: all others stood in front.
+    """
     worker = core._workers.get(worker_id)
     if worker is None:
         return
     pool = core._pools[worker.info.model]
-    for admit in plan.admit:
-        sequence = worker.sequences.get(admit.handle)
-        if sequence is None or sequence.preemptions or sequence.recoveries or sequence.choice:
+    for handle in fresh:
+        sequence = worker.sequences.get(handle)
+        if sequence is None:
             continue
         for other in pool.queue.lanes[sequence.request.priority].by_age():
             if other.request.arrival >= sequence.request.arrival:

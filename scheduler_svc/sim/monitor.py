@@ -76,6 +76,8 @@ class Monitor:
         self._live: dict[str, _Live] = {}
         self._ended: set[str] = set()
         self._sessions: dict[str, _Session] = {}
+        self._planned: set[tuple[int, int]] = set()
+        """(seed, choice) of what some plan has admitted."""
         self._submitting: str | None = None
         self.num_tokens = 0
         self.num_ended = 0
@@ -197,10 +199,16 @@ class Monitor:
         if plan.step != session.last_step + 1:
             raise InvariantError(f"{worker_id}: plan {plan.step} after {session.last_step}")
         session.last_step = plan.step
+        fresh = []
         for admit in plan.admit:
             self._admit(worker_id, session, admit)
-        if plan.admit and self._core.config.policy == "fcfs" and self._core.config.static is None:
-            check_order(self._core, worker_id, plan, self._passed.get(worker_id, set()), now)
+            # Siblings, and whoever was planned before, stand in front of their class.
+            name = (admit.sampling.seed or 0, admit.choice)
+            if not admit.choice and name not in self._planned:
+                fresh.append(admit.handle)
+            self._planned.add(name)
+        if fresh and self._core.config.policy == "fcfs" and self._core.config.static is None:
+            check_order(self._core, worker_id, fresh, self._passed.get(worker_id, set()), now)
 
     def _settled(self, worker_id: str, plan: Plan, dead: set[str]) -> None:
         """No other worker may still have what a plan admits; one whose stream is dead does not count."""

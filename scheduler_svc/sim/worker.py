@@ -55,6 +55,11 @@ class SimWorkerConfig:
     prefix_caching: bool = True
     paged: bool = True
 
+    @property
+    def caches(self) -> bool:
+        """It keeps blocks for whoever has the same prefix; contiguous memory never does."""
+        return self.prefix_caching and self.paged
+
 
 @dataclass(slots=True)
 class _Row:
@@ -121,7 +126,7 @@ class SimWorker:
         self.draining = False
         self.surprises: Counter[str] = Counter()
         """What a scheduler with good books never brings about: refused, over_budget; and stalled."""
-        self._pool = CountingPool(config.num_blocks, caching=config.prefix_caching)
+        self._pool = CountingPool(config.num_blocks, caching=config.caches)
         self._start_session()
 
     def _start_session(self) -> None:
@@ -158,7 +163,7 @@ class SimWorker:
         """Start anew: the cache is lost."""
         self.incarnation += 1
         self.draining = False
-        self._pool = CountingPool(self.config.num_blocks, caching=self.config.prefix_caching)
+        self._pool = CountingPool(self.config.num_blocks, caching=self.config.caches)
         self._start_session()
 
     def cancel(self, handles: tuple[int, ...]) -> None:

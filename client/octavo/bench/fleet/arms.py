@@ -20,9 +20,9 @@ from scheduler_svc.sim import Cell, EventLoop, Observer, Recorder, Result, Worke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """What goes wrong with the fleet, and when; times are seconds from the first request."""
+    """What goes wrong with the fleet, and when (virtual seconds)."""
 
-    slow_worker: int | None = None
+    slow_workers: tuple[int, ...] = ()
     slow_factor: float = 3.0
     draining_worker: int | None = None
     drains_at_s: float = 0.0
@@ -135,8 +135,6 @@ ROUTERS: Final[dict[str, Callable[[random.Random], Router]]] = {
 LATE: Final = "one queue"
 """The name of the arm that binds late."""
 ARMS: Final = (LATE, *ROUTERS)
-_ATTACHED_S: Final = 1.0
-"""When the first request may come: all workers have attached by then."""
 
 
 class LateBinding:
@@ -224,10 +222,10 @@ def simulate(
         router = ROUTERS[arm](random.Random(seed))
         running = EarlyBinding(fleet, config, loop, [recorder, ends], router)
     for at, spec in jobs:
-        loop.at(_ATTACHED_S + at, partial(running.submit, spec))
-    if trouble.slow_worker is not None:
-        running.hosts[trouble.slow_worker].slow_factor = trouble.slow_factor
+        loop.at(at, partial(running.submit, spec))
+    for index in trouble.slow_workers:
+        running.hosts[index].slow_factor = trouble.slow_factor
     if trouble.draining_worker is not None:
-        loop.at(_ATTACHED_S + trouble.drains_at_s, partial(running.drain, trouble.draining_worker))
+        loop.at(trouble.drains_at_s, partial(running.drain, trouble.draining_worker))
     loop.run(stop=lambda: ends.count == len(jobs))
     return list(recorder.results.values())

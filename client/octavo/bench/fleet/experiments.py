@@ -110,10 +110,10 @@ def jobs_of(run: Run) -> tuple[list[Job], float]:
     return workload.jobs(part, fleet), 0.0
 
 
-def trouble_of(condition: str, span_s: float) -> Trouble:
+def trouble_of(condition: str, half_time_s: float) -> Trouble:
     """Return what goes wrong: one worker is slow all the time, another leaves for good at half time."""
     if condition == DEGRADED:
-        return Trouble(slow_worker=0, slow_factor=3.0, draining_worker=1, drains_at_s=span_s / 2)
+        return Trouble(slow_workers=(0,), slow_factor=3.0, draining_worker=1, drains_at_s=half_time_s)
     return NO_TROUBLE
 
 
@@ -124,8 +124,9 @@ def execute(run: Run) -> Outcome:
         TraceNotFoundError: the trace is not there.
     """
     jobs, bound = jobs_of(run)
-    span_s = jobs[-1][0]
-    trouble = trouble_of(run.condition, span_s)
+    first, last = jobs[0][0], jobs[-1][0]
+    span_s = last - first
+    trouble = trouble_of(run.condition, (first + last) / 2)
     results = simulate(run.arm, jobs, run.fleet, core_config(run.fleet), seed=run.seed, trouble=trouble)
     return _outcome(run, results, span_s, bound)
 

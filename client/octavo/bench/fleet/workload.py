@@ -28,8 +28,11 @@ AZURE: Final = "azure_llm_2023_conv.csv"
 MOONCAKE: Final = "mooncake_conversation.jsonl"
 TRACES_VARIABLE: Final = "OCTAVO_TRACES"
 
+START_S: Final = 1.0
+"""When the first request comes: all workers have attached by then."""
+
 Job = tuple[float, NewRequest]
-"""When, and what."""
+"""When (virtual seconds), and what."""
 
 
 class TraceNotFoundError(BenchError):
@@ -141,7 +144,7 @@ def jobs(arrivals: Sequence[Arrival], config: FleetConfig, scale: int = 1) -> li
     """Return the requests of a trace; each generates exactly as much as the trace says."""
     return [
         (
-            arrival.at,
+            START_S + arrival.at,
             replace(
                 request_of(replace(arrival, prefix=()), f"r{number}", number, block_size=config.block_size),
                 prompt_keys=_prefix_keys(arrival, config.block_size, scale),
@@ -178,7 +181,7 @@ def jobs_of_plan_log(path: Path, config: FleetConfig, load: float) -> list[Job]:
         raise PlanLogError(f"{path}: fewer than two requests were answered")
     moved = at_load(arrivals, config, load)
     return [
-        (arrival.at, replace(spec, model=config.worker(0).model, adapter=None))
+        (START_S + arrival.at, replace(spec, model=config.worker(0).model, adapter=None))
         for arrival, (_, spec) in zip(moved, logged, strict=True)
     ]
 
