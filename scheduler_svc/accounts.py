@@ -16,6 +16,7 @@ from octavo.protocol.steps import Priority
 from scheduler_svc.core.effects import FinishChoice
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.metrics import Metrics
+from scheduler_svc.tenants import Seat
 
 _log = structlog.get_logger()
 
@@ -83,6 +84,8 @@ class RequestRecord:
         self.request_id = ""
         self.tenant = ""
         """Empty until its key is known to be good."""
+        self.seat: Seat | None = None
+        """Its place among its tenant's requests, once it has one."""
         self._accounts = accounts
         self._transport = transport
         self._model = ""
@@ -90,6 +93,7 @@ class RequestRecord:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._completion_tokens = 0
+        self._resumed_tokens = 0
         self._choices = 0
         self._ttft_s: float | None = None
         self._finish: FinishChoice | None = None
@@ -101,6 +105,9 @@ class RequestRecord:
         self._model = request.model
         self._priority = request.priority
         self._prompt_tokens = len(request.prompt_token_ids)
+        self._resumed_tokens = sum(map(len, request.resumed.values()))
+        if self.seat is not None:
+            self.seat.tokenized(self._prompt_tokens, now)
         accounts.metrics.tokenize.observe(now - self.arrival)
         accounts.metrics.prompt_tokens.inc(self._prompt_tokens)
         accounts.recent_prompt_tokens.add(now, self._prompt_tokens)
@@ -110,6 +117,8 @@ class RequestRecord:
         if self._ttft_s is None:
             self._ttft_s = now - self.arrival
             self._accounts.recent_ttft_s.add(now, self._ttft_s)
+            if self.seat is not None:
+                self.seat.started(now)
 
     def choice_ended(self, finish: FinishChoice, completion_tokens: int) -> None:
         """A choice has ended with this many tokens shown."""
@@ -135,6 +144,10 @@ class RequestRecord:
         accounts.outcomes[outcome] += 1
         metrics, priority = accounts.metrics, self._priority.name.lower()
         metrics.outcomes.labels(self._model, priority, outcome).inc()
+        if self.tenant:
+            metrics.tenant_outcomes.labels(self.tenant, outcome).inc()
+        if self.seat is not None:
+            self.seat.end(*self._computed(), now)
         metrics.duration.labels(priority).observe(now - self.arrival)
         metrics.cached_tokens.inc(self._cached_tokens)
         if self._ttft_s is not None:
@@ -144,6 +157,13 @@ class RequestRecord:
             metrics.queue.labels(priority).observe(queue_s)
             accounts.recent_queue_s.add(now, queue_s)
         self._log(outcome, now)
+
+    def _computed(self) -> tuple[int, int]:
+        """Return prompt and output tokens that the tenant is charged: none before a first token."""
+        if self._ttft_s is None:
+            return 0, 0
+        cached = self._finish.cached_tokens if self._finish is not None else 0
+        return self._prompt_tokens - cached, max(0, self._completion_tokens - self._resumed_tokens)
 
     def _log(self, outcome: str, now: float) -> None:
         timings = self._finish.timings if self._finish is not None else None

@@ -40,6 +40,7 @@ CODES: Final[Mapping[str, grpc.StatusCode]] = MappingProxyType(
         "ROLE_REQUIRED": grpc.StatusCode.PERMISSION_DENIED,
         # The service has no room.
         Reason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "QUOTA_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
         "SESSION_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
         "CREDITS_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
         "SLOW_CONSUMER": grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -17,6 +17,7 @@ from scheduler_svc.driver import Driver
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.outbox import Outbox
 from scheduler_svc.requests import LiveRequest
+from scheduler_svc.tenants import Estimate, Tenants
 
 _log = structlog.get_logger()
 
@@ -36,8 +37,11 @@ class Stream:
 class Intake:
     """Turns messages into live requests, each with an account that ends whatever happens."""
 
-    def __init__(self, access: Access, admission: Admission, driver: Driver, accounts: Accounts) -> None:
+    def __init__(
+        self, access: Access, tenants: Tenants, admission: Admission, driver: Driver, accounts: Accounts
+    ) -> None:
         self._access = access
+        self._tenants = tenants
         self._admission = admission
         self._driver = driver
         self._accounts = accounts
@@ -62,14 +66,17 @@ class Intake:
         try:
             record.request_id = message.request_id
             key = message.api_key if message.HasField("api_key") else stream.key
-            record.tenant = tenant = self._access.tenant(key).name
+            tenant = self._access.tenant(key)
+            record.tenant = tenant.name
             call = generate_from_proto(message)
             record.request_id = call.request_id
+            state = self._tenants.state(tenant, record.arrival)
+            record.seat = state.take(Estimate.of(call), record.arrival, paced=stream.paced)
             arrival = Arrival(
                 core_id=f"{call.request_id}#{next(self._numbers)}",
                 at=record.arrival,
                 rpc_deadline=stream.rpc_deadline,
-                tenant=tenant,
+                tenant=tenant.name,
                 paced=stream.paced,
             )
             admitted = await self._admission.admit(call, arrival)

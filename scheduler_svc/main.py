@@ -34,6 +34,7 @@ from scheduler_svc.planlog import PlanLogError, PlanLogWriter, RecordingCore
 from scheduler_svc.server import AddressTaken, SchedulerServer, Services, SessionService, check_address
 from scheduler_svc.session import SessionLimits
 from scheduler_svc.status import StatusBoard
+from scheduler_svc.tenants import Tenants
 from scheduler_svc.tokenizer_pool import TokenizerPool
 from scheduler_svc.worker_link import Epochs, LinkContext
 
@@ -113,6 +114,7 @@ class SchedulerProcess:
         self.accounts = Accounts(self.metrics, asyncio.get_running_loop().time)
         self.driver = Driver(_make_core(settings), self.accounts, self.metrics)
         self.access = Access(self.metrics)
+        self.tenants = Tenants(self.metrics)
         self._key_file: KeyFileWatch | None = None
         if settings.key_file is not None:
             self._key_file = KeyFileWatch(settings.key_file, self.metrics, self._keys_changed)
@@ -128,6 +130,7 @@ class SchedulerProcess:
             self.scheduler_id,
             self.driver,
             self.accounts,
+            self.tenants,
             lambda: [link.status for link in self.fleet],
             settings.price_per_gpu_hour,
         )
@@ -208,7 +211,7 @@ class SchedulerProcess:
     def _make_server(self, board: StatusBoard, pins: PinBoard) -> tuple[SchedulerServer, SessionService]:
         settings, driver, models, pool = self._settings, self.driver, self.models, self.pool
         admission = Admission(models, pool, settings)
-        intake = Intake(self.access, admission, driver, self.accounts)
+        intake = Intake(self.access, self.tenants, admission, driver, self.accounts)
         limits = SessionLimits(
             settings.max_backlog_bytes,
             settings.max_session_requests,
@@ -235,6 +238,7 @@ class SchedulerProcess:
     def _keys_changed(self, key_file: KeyFile) -> None:
         """The key file has been read, for the first time or again."""
         self.access.key_file = key_file
+        self.tenants.keep(key_file.tenants)
         self.driver.weigh_tenants({tenant.name: tenant.weight for tenant in key_file.tenants.values()})
 
     def _workers_changed(self) -> None:

@@ -140,6 +140,24 @@ class Metrics:
             ["worker"],
             registry=registry,
         )
+        self.tenant_outcomes = Counter(
+            "octavo_tenant_requests",
+            "Requests of a tenant that ended, by how.",
+            ["tenant", "outcome"],
+            registry=registry,
+        )
+        self.tenant_tokens = Counter(
+            "octavo_tenant_tokens",
+            "Tokens that were computed for a tenant: prompt, without what a cache had, and output.",
+            ["tenant", "kind"],
+            registry=registry,
+        )
+        self.quota_refusals = Counter(
+            "octavo_quota_refusals",
+            "Requests that a tenant's quota did not allow.",
+            ["tenant", "quota"],
+            registry=registry,
+        )
         self.access_refusals = Counter(
             "octavo_access_refusals",
             "Calls and requests whose API key did not do.",

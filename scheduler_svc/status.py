@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from importlib import metadata
 from typing import Final
 
@@ -14,6 +15,7 @@ from scheduler_svc.accounts import RATE_WINDOW_S, Accounts, Recent
 from scheduler_svc.core.snapshot import CoreSnapshot, QueueSnapshot, WorkerSnapshot
 from scheduler_svc.driver import Driver
 from scheduler_svc.metrics import Metrics
+from scheduler_svc.tenants import Tenants, TenantState
 from scheduler_svc.worker_link import LinkStatus
 
 VERSION: Final = metadata.version("octavo")
@@ -27,6 +29,7 @@ class StatusBoard:
         scheduler_id: str,
         driver: Driver,
         accounts: Accounts,
+        tenants: Tenants,
         links: Callable[[], Iterable[LinkStatus]],
         price_per_gpu_hour: float | None,
     ) -> None:
@@ -34,6 +37,7 @@ class StatusBoard:
         self._scheduler_id = scheduler_id
         self._driver = driver
         self._accounts = accounts
+        self._tenants = tenants
         self._links = links
         self._price_per_gpu_hour = price_per_gpu_hour
         self._started = accounts.clock()
@@ -62,6 +66,7 @@ class StatusBoard:
             arrivals=accounts.arrivals,
             live_requests=accounts.live,
             rates=self._rates(len(snapshot.workers)),
+            tenants=map(_tenant, self._tenants),
             key_file_problem=self.key_file_problem(),
         )
 
@@ -110,6 +115,22 @@ def _queue(queue: QueueSnapshot) -> operations_pb2.QueueStatus:
         waiting=queue.waiting,
         waiting_tokens=queue.waiting_tokens,
         oldest_wait_ms=queue.oldest_wait_s * 1000,
+    )
+
+
+def _tenant(state: TenantState) -> operations_pb2.TenantStatus:
+    tenant = state.tenant
+    return operations_pb2.TenantStatus(
+        tenant=tenant.name,
+        weight=tenant.weight,
+        requests_in_flight=state.requests_in_flight,
+        waiting_requests=state.waiting_requests,
+        waiting_tokens=state.waiting_tokens,
+        arrivals=state.arrivals,
+        over_quota=state.over_quota,
+        prompt_tokens=state.prompt_tokens,
+        output_tokens=state.output_tokens,
+        quotas=operations_pb2.TenantQuotas(**asdict(tenant.quotas)),
     )
 
 

@@ -139,6 +139,7 @@ class Transport:
         self._trouble_since: float | None = None
         self._delay_s = _FIRST_DELAY_S
         self._last_task: asyncio.Task[None] | None = None
+        self._pause: asyncio.TimerHandle | None = None
         self._closed = False
         self._pid = os.getpid()
 
@@ -170,6 +171,8 @@ class Transport:
     async def close(self) -> None:
         """Cancel all requests and close the connections."""
         self._closed = True
+        if self._pause is not None:
+            self._pause.cancel()
         if self._connector is not None:
             self._connector.cancel()
             await asyncio.gather(self._connector, return_exceptions=True)
@@ -207,10 +210,19 @@ class Transport:
         now = self._loop.time()
         for request_id in list(self._waiting):
             if self._paced:
-                if self._stream.credits < 1:
+                if self._stream.credits < 1 or self._pause is not None:
                     return
                 self._stream.credits -= 1
             self._stream.submit(self._waiting.pop(request_id), now)
+
+    def _pause_for(self, delay_s: float) -> None:
+        """Send nothing for a while: a batch waits for its tenant's quota instead of failing on it."""
+        if self._pause is None:
+            self._pause = self._loop.call_later(delay_s, self._go_on)
+
+    def _go_on(self) -> None:
+        self._pause = None
+        self._flush()
 
     async def _connect(self) -> None:
         try:
@@ -239,6 +251,14 @@ class Transport:
         for event in message.events:
             call = calls.get(event.request_id)
             if call is None:
+                continue
+            if (
+                self._paced
+                and event.error.reason == "QUOTA_EXCEEDED"
+                and event.error.HasField("retry_delay_ms")
+            ):
+                self._waiting[call.request_id] = calls.pop(call.request_id)
+                self._pause_for(event.error.retry_delay_ms / 1000)
                 continue
             if self._may_try_elsewhere(call, event.error, stream):
                 refused = True

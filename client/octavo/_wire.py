@@ -10,10 +10,11 @@ from dataclasses import fields, replace
 from typing import Any, Final, cast
 
 from octavo.errors import ErrorInfo, FieldViolation, InvalidRequestError
+from octavo.keys import QUOTAS, Quotas
 from octavo.protocol.convert_sampling import sampling_to_proto
 from octavo.protocol.steps import Priority, TokenLogprobs
 from octavo.sampling import SamplingParams
-from octavo.status import PoolStatus, QueueStatus, Rates, Status, WorkerStatus
+from octavo.status import PoolStatus, QueueStatus, Rates, Status, TenantStatus, WorkerStatus
 from octavo.types import (
     Accepted,
     BatchItem,
@@ -302,8 +303,19 @@ def status(message: operations_pb2.Status) -> Status:
             queue_p99_s=rates.queue_p99_ms / 1000,
             cost_per_1k_tokens=rates.cost_per_1k_tokens if rates.HasField("cost_per_1k_tokens") else None,
         ),
+        tenants=tuple(_tenant(one) for one in message.tenants),
         key_file_problem=message.key_file_problem if message.HasField("key_file_problem") else None,
     )
+
+
+def _tenant(message: operations_pb2.TenantStatus) -> TenantStatus:
+    quotas = {
+        name: getattr(message.quotas, name) for name in QUOTAS if message.quotas.HasField(cast("Any", name))
+    }
+    counts = {
+        field.name: getattr(message, field.name) for field in fields(TenantStatus) if field.name != "quotas"
+    }
+    return TenantStatus(**counts, quotas=Quotas(**quotas))
 
 
 def _worker(message: operations_pb2.WorkerStatus) -> WorkerStatus:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from octavo.keys import Quotas
 from octavo.protocol.steps import Priority
 
 
@@ -58,6 +59,25 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStatus:
+    """What a tenant has going on, and since start. Tokens are those that were computed."""
+
+    tenant: str
+    weight: float
+    requests_in_flight: int
+    waiting_requests: int
+    """Requests without output yet."""
+    waiting_tokens: int
+    """Prompt tokens of those."""
+    arrivals: int
+    over_quota: int
+    """Of the arrivals, refused for a quota."""
+    prompt_tokens: int
+    output_tokens: int
+    quotas: Quotas
+
+
+@dataclass(frozen=True, slots=True)
 class Rates:
     """Over the last ten seconds."""
 
@@ -86,5 +106,6 @@ class Status:
     arrivals: int
     live_requests: int
     rates: Rates
+    tenants: tuple[TenantStatus, ...] = ()
     key_file_problem: str | None = None
     """Why the key file as it is now cannot be used; the last good one is in force."""

@@ -66,6 +66,8 @@ def show(status: Status) -> str:
             output.paint(f"key file  cannot be used, the last good one is: {status.key_file_problem}", "red")
         )
     lines += ["", _workers(status)]
+    if status.tenants and [tenant.tenant for tenant in status.tenants] != ["anonymous"]:
+        lines += ["", _tenants(status)]
     if any(queue.waiting for queue in status.queues):
         lines += ["", _queues(status)]
     if status.outcomes:
@@ -112,6 +114,28 @@ def _queues(status: Status) -> str:
         if queue.waiting
     ]
     return output.table(("QUEUE", "CLASS", "WAITING", "TOKENS", "OLDEST"), rows, right=(2, 3, 4))
+
+
+def _tenants(status: Status) -> str:
+    rows = [
+        (
+            one.tenant,
+            f"{one.weight:g}",
+            f"{one.requests_in_flight}{_of(one.quotas.requests_in_flight)}",
+            f"{one.waiting_requests}{_of(one.quotas.waiting_requests)}",
+            one.arrivals,
+            one.over_quota,
+            one.prompt_tokens,
+            one.output_tokens,
+        )
+        for one in status.tenants
+    ]
+    header = ("TENANT", "WEIGHT", "LIVE", "WAITING", "ARRIVALS", "OVER QUOTA", "TOKENS IN", "OUT")
+    return output.table(header, rows, right=(1, 2, 3, 4, 5, 6, 7))
+
+
+def _of(limit: int | None) -> str:
+    return f"/{limit}" if limit is not None else ""
 
 
 def _hit_share(hits: int, misses: int) -> float:
