@@ -17,6 +17,7 @@ from scheduler_svc.core.timers import TimerWheel
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
+MAX_ESTIMATE_S = 3600.0
 _RELAPSES = 4
 """A sequence that proves itself each time is let off, but not for ever."""
 
@@ -224,9 +225,11 @@ class Lifecycle:
         return pool.starts.per_s(now)
 
     def estimated_wait_s(self, pool: ModelPool, now: float) -> float | None:
-        """Return how long the last in the queue is likely to wait."""
+        """Return how long the last in the queue is likely to wait, or None when nobody can know."""
         rate = self.start_rate(pool, now)
-        return pool.queue.num_fresh / rate if rate else None
+        wait = pool.queue.num_fresh / rate if rate else None
+        # After a lull the rate says how few came, not how many could have been served.
+        return wait if wait is not None and wait <= MAX_ESTIMATE_S else None
 
     def retry_after_s(self, pool: ModelPool, now: float) -> float:
         """Return when a refused client should come back: when half of the queue has drained."""

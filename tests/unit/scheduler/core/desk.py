@@ -66,14 +66,22 @@ class Desk:
 
     # What happens --------------------------------------------------------------------------------
 
-    def attach(self, machine: SimWorker) -> list[Effect]:
+    def attach(self, machine: SimWorker, **info: Any) -> list[Effect]:
+        """Bring a worker up; `info` is what it says of itself besides what it is."""
         worker_id = machine.config.worker_id
         self.workers[worker_id] = machine
         self.plans[worker_id] = deque()
-        return self._perform(self.core.worker_up(machine.welcome(), self.now))
+        return self._perform(self.core.worker_up(replace(machine.welcome(), **info), self.now))
 
     def submit(self, prompt: int | Iterable[int] = 20, max_tokens: int = 8, **fields: Any) -> str:
         """Submit a request with a prompt of so many tokens that no other request shares."""
+        self.submit_effects(prompt, max_tokens, **fields)
+        return str(fields.get("request_id", f"r{self._count}"))
+
+    def submit_effects(
+        self, prompt: int | Iterable[int] = 20, max_tokens: int = 8, **fields: Any
+    ) -> list[Effect]:
+        """Submit a request; return what the core made of it."""
         self._count += 1
         n = fields.pop("n", 1)
         stop = fields.pop("stop_token_ids", ())
@@ -90,8 +98,7 @@ class Desk:
             **fields,
         )
         self.monitor.submitted(spec, self.now)
-        self._perform(self.core.submit(spec, self.now))
-        return name
+        return self._perform(self.core.submit(spec, self.now))
 
     def cancel(self, request_id: str) -> list[Effect]:
         return self._perform(self.core.cancel(request_id, self.now))

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from octavo.protocol.steps import FinishReason
 
-from scheduler_svc.core import Reason
+from scheduler_svc.core import Accepted, Reason
 from scheduler_svc.core.errors import IllegalTransitionError
 from scheduler_svc.core.request import TRANSITIONS, Status
 from scheduler_svc.sim import stream_of, token_at
@@ -273,3 +273,15 @@ def test_accounts_close_over_every_kind_of_end() -> None:
     snapshot = desk.core.snapshot(desk.now)
     assert snapshot.arrivals == 5 == sum(snapshot.outcomes.values())
     assert snapshot.live_requests == 0
+
+
+@pytest.mark.parametrize("lull_s", [1.0, 200.0, 400.0, 3600.0, 1e6])
+def test_request_after_a_lull_is_told_a_wait_that_can_be_or_none(lull_s: float) -> None:
+    desk = Desk()
+    desk.submit()
+    desk.finish()
+    desk.tick(desk.now + lull_s)
+
+    (accepted,) = [effect for effect in desk.submit_effects() if isinstance(effect, Accepted)]
+
+    assert accepted.estimated_wait_s is None or accepted.estimated_wait_s <= 3600.0
