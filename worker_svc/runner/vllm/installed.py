@@ -6,6 +6,7 @@ import os
 from importlib import metadata
 from typing import Final
 
+from worker_svc.demo_model import cache_folder
 from worker_svc.errors import SettingsError
 
 SUPPORTED_VERSION: Final = "0.32.0"
@@ -23,6 +24,18 @@ _DEFAULTS: Final = {
     # vLLM's records go where ours go.
     "VLLM_CONFIGURE_LOGGING": "0",
 }
+
+
+def compile_environment() -> dict[str, str]:
+    """Return variables under which the CPU build finds at its next start what it has compiled.
+
+    Its ahead-of-time artifacts are written and then not loaded with torch 2.13, so every start would compile
+    for minutes; Inductor's own cache works, and must not lie in a folder for temporary files.
+    """
+    return {
+        "VLLM_USE_AOT_COMPILE": "0",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "vllm" / "compiled"),
+    }
 
 
 def installed_version() -> str | None:
@@ -59,5 +72,6 @@ def prepare() -> None:
             f"vLLM {version} is installed; this runner drives the internals of {SUPPORTED_VERSION}, no other"
         )
     os.environ.update(_PINNED)
-    for name, value in _DEFAULTS.items():
+    defaults = {**_DEFAULTS, **compile_environment()} if is_cpu_build() else _DEFAULTS
+    for name, value in defaults.items():
         os.environ.setdefault(name, value)
