@@ -20,7 +20,7 @@ from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.convert import Violations
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.models import Model, ModelRegistry
+from scheduler_svc.models import Model, ModelRegistry, Target
 from scheduler_svc.tokenization import EncodeChat, Encoded, EncodeText, KeySpec, TakeTokens
 from scheduler_svc.tokenizer_pool import TokenizerPool
 
@@ -69,8 +69,9 @@ class Admission:
         Raises:
             ServiceError: the model is unknown, or the request does not fit it; fields are named.
         """
-        model = self._models.find(call.model)
-        root = self.root_key(model, arrival.tenant, call.terms.cache_salt)
+        target = self._models.find(call.model)
+        model = target.model
+        root = self.root_key(target, arrival.tenant, call.terms.cache_salt)
         encoded = await self._encode(call, model, KeySpec(root, model.block_size))
         prompt = await _unpack(encoded.token_ids)
         sampling = _resolve(call, model, len(prompt))
@@ -86,6 +87,7 @@ class Admission:
                 root_key=root,
                 resumed={choice: resumed.token_ids for choice, resumed in call.resumed.items()},
                 paced=arrival.paced,
+                adapter=target.adapter,
                 queue_deadline=self._queue_deadline(call.terms, arrival),
                 ttft_deadline=_after(arrival.at, call.terms.ttft_deadline_s),
                 deadline=_deadline(call.terms, arrival),
@@ -97,7 +99,7 @@ class Admission:
         """Return the tokens of an input; raises as `TokenizerPool.encode` does."""
         return await self._pool.encode(job, size_bytes)
 
-    def root_key(self, model: Model, tenant: str, cache_salt: str) -> bytes:
+    def root_key(self, target: Target, tenant: str, cache_salt: str) -> bytes:
         """Return the root of a prompt's block keys: what it is shared among.
 
         The tenant's part is keyed with a secret, so that nobody can compute another tenant's keys; the
@@ -105,7 +107,8 @@ class Admission:
         """
         message = len(tenant.encode()).to_bytes(4, "little") + tenant.encode() + cache_salt.encode()
         salt = hmac.digest(self._salt_secret, message, hashlib.sha256)
-        return root_key(model.revision, "", model.kv_dtype, model.block_size, salt)
+        model = target.model
+        return root_key(model.revision, target.adapter or "", model.kv_dtype, model.block_size, salt)
 
     async def _encode(self, call: GenerateCall, model: Model, keys: KeySpec) -> Encoded:
         match call.prompt:

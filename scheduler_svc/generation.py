@@ -75,7 +75,7 @@ class GenerationService:
     async def tokenize(self, request: pb.TokenizeRequest | Malformed, _: Context) -> pb.TokenizeResponse:
         """Return the tokens of a text or a conversation."""
         request = accept(request)
-        model = self._models.find(request.model)
+        model = self._models.find(request.model).model
         job: EncodeText | EncodeChat
         match request.WhichOneof("input"):
             case "text":
@@ -99,7 +99,7 @@ class GenerationService:
     ) -> pb.DetokenizeResponse:
         """Return the text of tokens."""
         request = accept(request)
-        model = self._models.find(request.model)
+        model = self._models.find(request.model).model
         packed = pb.TokenIds(ids=request.token_ids).SerializeToString()
         text = await self._pool.decode(Decode(model.text_key, packed, request.keep_special_tokens))
         return pb.DetokenizeResponse(text=text)
@@ -121,4 +121,5 @@ def _model_to_proto(model: Model) -> pb.Model:
         vocab_size=model.vocab_size,
         has_chat_template=model.has_chat_template,
         workers=len(model.workers),
+        adapters=sorted(model.adapters),
     )

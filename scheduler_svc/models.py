@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -75,6 +76,8 @@ class Model:
     """Workers that are attached or about to be."""
     workers: set[str] = field(default_factory=set)
     """Workers that are attached."""
+    adapters_of: dict[str, frozenset[str]] = field(default_factory=dict)
+    """LoRA adapters by worker; like `context`, also of those that are away."""
 
     @property
     def max_model_len(self) -> int:
@@ -82,12 +85,26 @@ class Model:
         present = [tokens for worker, tokens in self.context.items() if worker in self.workers]
         return max(present or self.context.values())
 
+    @property
+    def adapters(self) -> frozenset[str]:
+        """LoRA adapters that some worker has."""
+        present = [names for worker, names in self.adapters_of.items() if worker in self.workers]
+        return frozenset().union(*(present or self.adapters_of.values()))
+
     def resolve(self, sampling: SamplingParams) -> SamplingParams:
         """Fill what a request leaves open from the model's defaults; seed and max_tokens may stay open."""
         filled: dict[str, Any] = {
             name: getattr(self.defaults, name) for name in _SCALARS if getattr(sampling, name) is None
         }
         return replace(sampling, **filled)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a request asks for: a model, and the LoRA adapter to apply to it, if any."""
+
+    model: Model
+    adapter: str | None = None
 
 
 class ModelRegistry:
@@ -98,11 +115,11 @@ class ModelRegistry:
         self._models: dict[str, Model] = {}
         self._lock = asyncio.Lock()
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
 
-    def find(self, name: str) -> Model:
-        """Return the model that a request means.
+    def find(self, name: str) -> Target:
+        """Return what a request means by the name of a model or of an adapter.
 
         Raises:
             ServiceError: there is none, or the request has to choose.
@@ -110,8 +127,12 @@ class ModelRegistry:
         if not self._models:
             raise ServiceError("NO_WORKER", "no worker has connected yet", retry_after_s=1.0)
         if name in self._models:
-            return self._models[name]
-        known = ", ".join(sorted(self._models))
+            return Target(self._models[name])
+        if name:
+            for model in self:
+                if name in model.adapters:
+                    return Target(model, name)
+        known = ", ".join(sorted([*self._models, *(name for model in self for name in model.adapters)]))
         if name:
             raise ServiceError(
                 "UNKNOWN_MODEL",
@@ -120,7 +141,7 @@ class ModelRegistry:
             )
         if len(self._models) > 1:
             raise ServiceError.invalid(("model", f"must be set: there is {known}"))
-        return next(iter(self._models.values()))
+        return Target(next(iter(self._models.values())))
 
     async def claim(self, description: worker_pb2.WorkerDescription) -> Model:
         """Take note of a worker that is about to be attached, and load its model if that is new.
@@ -132,6 +153,7 @@ class ModelRegistry:
         """
         # One at a time: two workers of a new model must not both load it.
         async with self._lock:
+            self._check_names(description)
             known = self._models.get(description.model_id)
             fresh = _identity(description)
             if known is None or (not known.claims and _identity_of(known) != fresh):
@@ -143,7 +165,20 @@ class ModelRegistry:
                 )
             known.claims.add(description.worker_id)
             known.context[description.worker_id] = description.max_model_len
+            known.adapters_of[description.worker_id] = frozenset(description.adapters)
             return known
+
+    def _check_names(self, description: worker_pb2.WorkerDescription) -> None:
+        """Refuse a worker under whose names a request could mean two things."""
+        own = description.model_id
+        others = [model for model in self if model.id != own and model.claims]
+        for name in description.adapters:
+            if name == own or any(name == model.id for model in others):
+                raise IncompatibleWorker(f"its adapter {name} has the name of a model")
+            if (owner := next((model for model in others if name in model.adapters), None)) is not None:
+                raise IncompatibleWorker(f"model {owner.id} has an adapter {name}, too")
+        if any(own in model.adapters for model in others):
+            raise IncompatibleWorker(f"its model {own} has the name of another model's adapter")
 
     def release(self, description: worker_pb2.WorkerDescription) -> None:
         """A worker is not attached any more, or never was."""

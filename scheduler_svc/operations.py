@@ -135,7 +135,8 @@ class PinService:
     ) -> operations_pb2.PinPrefixResponse:
         """Keep the full blocks of a prefix on the device."""
         request = accept(request)
-        model = self._models.find(request.model)
+        target = self._models.find(request.model)
+        model = target.model
         if not request.name:
             raise ServiceError.invalid(("name", "must be set"))
         tenant = self._access.tenant(presented(context.invocation_metadata()), Role.OPERATOR)
@@ -144,7 +145,7 @@ class PinService:
             if named is None:
                 raise ServiceError.invalid(("tenant", "must name a tenant of the key file"))
             tenant = named
-        root = self._admission.root_key(model, tenant.name, request.cache_salt)
+        root = self._admission.root_key(target, tenant.name, request.cache_salt)
         keys = KeySpec(root, model.block_size)
         job: EncodeText | EncodeChat
         match request.WhichOneof("input"):
@@ -173,7 +174,7 @@ class PinService:
     ) -> operations_pb2.UnpinPrefixResponse:
         """Let a prefix go."""
         request = accept(request)
-        model = self._models.find(request.model)
+        model = self._models.find(request.model).model
         pin = self._pins.remove(model.id, request.name, self._ports())
         return operations_pb2.UnpinPrefixResponse(blocks=len(pin.keys))
 

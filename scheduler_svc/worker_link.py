@@ -240,6 +240,7 @@ class WorkerLink:
             pool=pool_from_proto(welcome.pool),
             device_keys=tuple(device_keys),
             host_keys=tuple(host_keys),
+            adapters=tuple(description.adapters),
         )
 
     async def _read_reports(self, call: _Call, worker_id: str) -> None:

@@ -32,6 +32,7 @@ class NewRequest:
     paced: bool = False
     """From a client that is paced by credits: never refused for queue depth."""
     adapter: str | None = None
+    """LoRA adapter to apply; only workers that have it can run the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,3 +49,5 @@ class WorkerInfo:
     pool: PoolReport
     device_keys: tuple[bytes, ...] = ()
     host_keys: tuple[bytes, ...] = ()
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that it can apply."""

@@ -138,7 +138,15 @@ class ModelPool:
 
     def can_hold(self, worker: WorkerState, sequence: Sequence) -> bool:
         """Return whether a sequence can ever run on a worker."""
-        return sequence.request.max_total_tokens <= worker.info.max_model_len
+        return self.has_adapter(worker, sequence) and (
+            sequence.request.max_total_tokens <= worker.info.max_model_len
+        )
+
+    @staticmethod
+    def has_adapter(worker: WorkerState, sequence: Sequence) -> bool:
+        """Return whether a worker can apply the adapter of a sequence, if that has one."""
+        adapter = sequence.request.spec.adapter
+        return adapter is None or adapter in worker.info.adapters
 
     def best(self, sequence: Sequence, now: float) -> WorkerState | None:
         """Return the worker on which a sequence would have its first token soonest, if any has room."""

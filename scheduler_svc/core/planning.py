@@ -228,13 +228,17 @@ class ContinuousPlanner:
                 continue
             if not self._pool.can_hold(worker, sequence):
                 if self.explain is not None:
-                    figures: dict[str, object] = {"max_model_len": worker.info.max_model_len}
-                    self.explain(sequence, worker, "too_big_for_worker", figures)
+                    self.explain(sequence, worker, *self._never_fits(worker, sequence))
                 continue
             found.append(sequence)
             if len(found) == reach:
                 break
         return found
+
+    def _never_fits(self, worker: WorkerState, sequence: Sequence) -> tuple[str, dict[str, object]]:
+        if self._pool.has_adapter(worker, sequence):
+            return "too_big_for_worker", {"max_model_len": worker.info.max_model_len}
+        return "no_adapter", {"adapter": sequence.request.spec.adapter}
 
     def _try_admit(
         self, draft: Draft, sequence: Sequence, now: float

@@ -99,6 +99,7 @@ def worker_to_proto(info: WorkerInfo) -> planlog_pb2.WorkerUpEvent:
         pool=pool_to_proto(info.pool),
         device_keys=keys_to_proto(info.device_keys),
         host_keys=keys_to_proto(info.host_keys),
+        adapters=info.adapters,
     )
 
 
@@ -115,6 +116,7 @@ def worker_from_proto(message: planlog_pb2.WorkerUpEvent) -> WorkerInfo:
         pool=pool_from_proto(message.pool),
         device_keys=keys_from_proto(message.device_keys),
         host_keys=keys_from_proto(message.host_keys),
+        adapters=tuple(message.adapters),
     )
 
 

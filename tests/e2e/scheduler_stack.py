@@ -130,6 +130,7 @@ async def start_worker(
         vocab_size=loaded.info.vocab_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        adapters=loaded.info.adapters,
         simulated=True,
     )
     sessions = Sessions(terms, loop, Metrics(), loaded.faults)

@@ -9,7 +9,17 @@ import grpc
 import pytest
 from octavo.v1 import generation_pb2 as pb
 
-from tests.e2e.scheduler_stack import Stack, error_of, one_worker, request, scheduler, start_worker, until
+from tests.e2e.scheduler_stack import (
+    EchoRunner,
+    Stack,
+    error_of,
+    one_worker,
+    request,
+    scheduler,
+    start_worker,
+    until,
+)
+from worker_svc.runner.base import StepBatch, StepResult
 from worker_svc.runner.sim import built_in_model
 
 
@@ -136,3 +146,50 @@ async def test_call_held_open_for_long_is_not_killed_for_its_silence() -> None:
             while isinstance(event := await call.read(), pb.GenerateEvent):
                 events.append(event)
             assert "".join(event.delta.text for event in events) == "patient"
+
+
+async def test_adapter_named_as_model_is_applied_and_shares_no_cache_with_the_bare_model() -> None:
+    info = replace(built_in_model(), model_id="echo", adapters=("poet", "critic"))
+    worker = await start_worker(info=info)
+    seen: set[str | None] = set()
+    execute = EchoRunner.execute
+
+    def watch(self: EchoRunner, batch: StepBatch) -> StepResult:
+        seen.update(sequence.adapter for sequence in batch.added)
+        return execute(self, batch)
+
+    EchoRunner.execute = watch  # type: ignore[method-assign]
+    try:
+        async with scheduler(worker.address) as stack:
+            await stack.wait_ready()
+            (model,) = (await stack.generation.ListModels(pb.ListModelsRequest())).models
+            assert list(model.adapters) == ["critic", "poet"]
+            cached = {}
+            for name in ("poet", "critic", "", "poet"):
+                output = await stack.generate(text="x" * 100, model=name)
+                assert output.text[0] == "x" * 100
+                cached.setdefault(name, []).append(output.finished[0].usage.cached_tokens)
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await stack.generate(text="x", model="painter")
+    finally:
+        EchoRunner.execute = execute  # type: ignore[method-assign]
+        await worker.stop()
+    assert seen == {"poet", "critic", None}
+    assert cached["critic"] == cached[""] == [0]
+    first, second = cached["poet"]
+    assert (first, second > 0) == (0, True)
+    error = error_of(failure.value)
+    assert error.reason == "UNKNOWN_MODEL"
+    assert "critic, echo, poet" in error.message
+
+
+async def test_worker_whose_adapter_is_named_as_a_model_is_kept_out() -> None:
+    first = await start_worker("w1", info=replace(built_in_model(), model_id="echo", adapters=("poet",)))
+    misfit = await start_worker("w2", info=replace(built_in_model(), model_id="poet"))
+    try:
+        async with scheduler(first.address, misfit.address) as stack:
+            await until(lambda: any("name" in problem for problem in problems(stack).values()))
+            assert stack.process.fleet.num_ready == 1
+    finally:
+        await first.stop()
+        await misfit.stop()

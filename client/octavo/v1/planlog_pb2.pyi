@@ -290,6 +290,7 @@ class WorkerUpEvent(google.protobuf.message.Message):
     POOL_FIELD_NUMBER: builtins.int
     DEVICE_KEYS_FIELD_NUMBER: builtins.int
     HOST_KEYS_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     model: builtins.str
@@ -303,6 +304,10 @@ class WorkerUpEvent(google.protobuf.message.Message):
     def geometry(self) -> octavo.v1.worker_pb2.Geometry: ...
     @property
     def pool(self) -> octavo.v1.worker_pb2.PoolReport: ...
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """LoRA adapters that it has."""
+
     def __init__(
         self,
         *,
@@ -316,9 +321,10 @@ class WorkerUpEvent(google.protobuf.message.Message):
         pool: octavo.v1.worker_pb2.PoolReport | None = ...,
         device_keys: builtins.bytes = ...,
         host_keys: builtins.bytes = ...,
+        adapters: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["geometry", b"geometry", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["device_keys", b"device_keys", "geometry", b"geometry", "host_keys", b"host_keys", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pool", b"pool", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device_keys", b"device_keys", "geometry", b"geometry", "host_keys", b"host_keys", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pool", b"pool", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerUpEvent = WorkerUpEvent
 

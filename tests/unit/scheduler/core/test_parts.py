@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from octavo.protocol.steps import FinishReason
 
 from scheduler_svc.core import CoreConfig
 from scheduler_svc.core.fleet import LoadIndex
@@ -14,7 +15,7 @@ from scheduler_svc.core.placement import PrefixIndex
 from scheduler_svc.core.rates import Rate
 from scheduler_svc.core.steptime import StepTimeModel
 from scheduler_svc.core.timers import RESOLUTION_S, TimerWheel
-from scheduler_svc.sim import StepTimes
+from scheduler_svc.sim import SimWorker, StepTimes
 from tests.unit.scheduler.core.desk import Desk, worker
 
 # Timers ------------------------------------------------------------------------------------------
@@ -235,3 +236,22 @@ def test_snapshot_shows_queues_and_workers() -> None:
     assert (queue.waiting, queue.waiting_tokens, queue.oldest_wait_s) == (2, 40, 1.5)
     (seen,) = snapshot.workers
     assert (seen.worker_id, seen.running, seen.max_num_seqs) == ("w0", 1, 1)
+
+
+def test_request_with_an_adapter_runs_only_where_the_adapter_is() -> None:
+    desk = Desk(worker("w0"))
+    told: list[tuple[str, str]] = []
+    desk.core.explain_to(lambda _, state, reason, __: told.append((state.worker_id, reason)))
+    name = desk.submit(adapter="poet")
+    assert desk.where(name) is None
+    assert told == []
+
+    other = desk.submit()
+    assert (desk.where(other), desk.where(name)) == ("w0", None)
+    assert set(told) == {("w0", "no_adapter")}
+
+    desk.attach(SimWorker(worker("w1")), adapters=("critic", "poet"))
+    assert desk.where(name) == "w1"
+    assert [admit.adapter for plan in desk.plans["w1"] for admit in plan.admit] == ["poet"]
+    desk.finish()
+    assert desk.ends[name, 0].reason is FinishReason.LENGTH

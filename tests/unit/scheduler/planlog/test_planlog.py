@@ -337,6 +337,7 @@ workers = st.builds(
     pool=pools,
     device_keys=keys,
     host_keys=keys,
+    adapters=st.lists(name, max_size=3).map(tuple),
 )
 
 
