@@ -188,7 +188,8 @@ async def test_worker_whose_adapter_is_named_as_a_model_is_kept_out() -> None:
     misfit = await start_worker("w2", info=replace(built_in_model(), model_id="poet"))
     try:
         async with scheduler(first.address, misfit.address) as stack:
-            await until(lambda: any("name" in problem for problem in problems(stack).values()))
+            await stack.wait_ready()
+            await until(lambda: any("has the name of" in problem for problem in problems(stack).values()))
             assert stack.process.fleet.num_ready == 1
     finally:
         await first.stop()
