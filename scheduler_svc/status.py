@@ -140,8 +140,10 @@ def _fill_worker(proto: operations_pb2.WorkerStatus, worker: WorkerSnapshot) -> 
     proto.steps = worker.steps
     proto.max_num_seqs = worker.max_num_seqs
     proto.max_num_batched_tokens = worker.max_num_batched_tokens
-    pool, block_size = worker.pool, worker.block_size
-    proto.pool.total = worker.num_blocks
+    pool, geometry = worker.pool, worker.geometry
+    block_size, block_bytes = geometry.block_size, geometry.block_bytes
+    proto.pool.total = geometry.num_blocks
+    proto.pool.host_total = geometry.num_host_blocks
     proto.pool.block_size = block_size
     for name in ("free", "evictable", "active", "pinned", "host_free", "largest_free_run"):
         setattr(proto.pool, name, getattr(pool, name))
@@ -151,6 +153,13 @@ def _fill_worker(proto: operations_pb2.WorkerStatus, worker: WorkerSnapshot) -> 
         proto.pool.internal_fragmentation = pool.unused_slots / (pool.active * block_size)
     if pool.free and pool.largest_free_run:
         proto.pool.external_fragmentation = 1 - pool.largest_free_run / pool.free
+    if (copies := pool.copies) is not None:
+        proto.pool.copied_out_bytes = copies.out_blocks * block_bytes
+        proto.pool.copied_in_bytes = copies.in_blocks * block_bytes
+        proto.pool.copy_out_us_per_block = copies.out_us_per_block
+        proto.pool.copy_in_us_per_block = copies.in_us_per_block
+        proto.pool.recompute_saved_tokens = copies.in_blocks * block_size
+        proto.pool.copies_skipped_blocks = copies.skipped_blocks
 
 
 __all__ = ["RATE_WINDOW_S", "StatusBoard"]

@@ -18,9 +18,9 @@ from octavo.protocol.convert import (
     keys_from_proto,
     keys_to_proto,
     plan_to_proto,
-    pool_from_proto,
     report_from_proto,
 )
+from octavo.protocol.convert_pool import pool_from_proto
 from octavo.protocol.steps import PROTOCOL_VERSION, Plan, StepTiming
 from octavo.protocol.transport import CLIENT_OPTIONS
 from octavo.v1 import worker_pb2, worker_pb2_grpc

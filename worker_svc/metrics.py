@@ -5,7 +5,15 @@ from __future__ import annotations
 import threading
 from wsgiref.simple_server import WSGIServer
 
-from octavo.protocol.steps import Geometry, PoolReport, RefuseReason, Report, StallReason, StepStatus
+from octavo.protocol.steps import (
+    Geometry,
+    PoolReport,
+    RefuseReason,
+    Report,
+    StallReason,
+    StepStatus,
+    TierCopies,
+)
 from prometheus_client import (
     GC_COLLECTOR,
     PLATFORM_COLLECTOR,
@@ -97,8 +105,32 @@ class Metrics:
         self._cache = {name: cache.labels(name) for name in ("hit", "miss", "host_hit")}
         self._seen_cache = dict.fromkeys(self._cache, 0)
         moves = Counter("octavo_worker_kv_key_events", "Moves of cached blocks", ["event"], registry=registry)
+        self._copied_bytes = Counter(
+            "octavo_worker_kv_copied_bytes",
+            "Copies between the tiers",
+            ["direction"],
+            registry=registry,
+        )
+        self._copy_cost = Gauge(
+            "octavo_worker_kv_copy_seconds_per_block",
+            "Running average of what copying a block between the tiers costs",
+            ["direction"],
+            registry=registry,
+        )
+        self._saved_tokens = Counter(
+            "octavo_worker_kv_recompute_saved_tokens",
+            "Tokens that came back from the host tier instead of being computed again",
+            registry=registry,
+        )
+        self._skipped_copies = Counter(
+            "octavo_worker_kv_copies_skipped_blocks",
+            "Blocks not copied because computing them again was cheaper",
+            registry=registry,
+        )
+        self._seen_copies = TierCopies()
         self._moves = {name: moves.labels(name) for name in ("stored", "demoted", "promoted", "evicted")}
         self._block_size = 1
+        self._block_bytes = 0
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         full_name = f"octavo_worker_{name}_seconds"
@@ -112,6 +144,7 @@ class Metrics:
         self._capacity.labels("device").set(geometry.num_blocks)
         self._capacity.labels("host").set(geometry.num_host_blocks)
         self._block_size = geometry.block_size
+        self._block_bytes = geometry.block_bytes
 
     def set_ready(self, ready: bool) -> None:
         """Publish whether the worker takes work."""
@@ -165,6 +198,18 @@ class Metrics:
         ):
             self._cache[name].inc(since_start - self._seen_cache[name])
             self._seen_cache[name] = since_start
+        if pool.copies is not None and pool.copies != self._seen_copies:
+            self._observe_copies(pool.copies)
+
+    def _observe_copies(self, copies: TierCopies) -> None:
+        seen, self._seen_copies = self._seen_copies, copies
+        out_blocks, in_blocks = copies.out_blocks - seen.out_blocks, copies.in_blocks - seen.in_blocks
+        self._copied_bytes.labels("out").inc(out_blocks * self._block_bytes)
+        self._copied_bytes.labels("in").inc(in_blocks * self._block_bytes)
+        self._copy_cost.labels("out").set(copies.out_us_per_block * _US)
+        self._copy_cost.labels("in").set(copies.in_us_per_block * _US)
+        self._saved_tokens.inc(in_blocks * self._block_size)
+        self._skipped_copies.inc(copies.skipped_blocks - seen.skipped_blocks)
 
 
 class MetricsServer:

@@ -38,6 +38,12 @@ class PoolStatus:
     hit_tokens: int
     miss_tokens: int
     host_hit_tokens: int
+    copied_out_bytes: int
+    copied_in_bytes: int
+    copy_out_us_per_block: float
+    copy_in_us_per_block: float
+    recompute_saved_tokens: int
+    copies_skipped_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

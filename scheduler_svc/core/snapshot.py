@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.protocol.steps import PoolReport, Priority
+from octavo.protocol.steps import Geometry, PoolReport, Priority
 
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.lifecycle import Lifecycle
@@ -30,8 +30,7 @@ class WorkerSnapshot:
     draining: bool
     running: int
     pool: PoolReport
-    num_blocks: int
-    block_size: int
+    geometry: Geometry
     step_s: float
     steps: int
     max_num_seqs: int
@@ -66,8 +65,7 @@ def take_snapshot(lifecycle: Lifecycle, pools: dict[str, ModelPool], now: float)
                     draining=worker.draining,
                     running=worker.num_seqs,
                     pool=worker.pool,
-                    num_blocks=worker.info.geometry.num_blocks,
-                    block_size=worker.block_size,
+                    geometry=worker.info.geometry,
                     step_s=worker.last_step_s,
                     steps=worker.num_steps,
                     max_num_seqs=worker.max_num_seqs,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.protocol.steps import TierCopies
+
 _WEIGHT = 0.1
 """Of a new measurement in the running average."""
 _PROBE_EVERY = 64
@@ -57,10 +59,15 @@ class CopyCost:
         prefill_us = max(elapsed_us - decode_us, 0.0)
         self.prefill_us_per_token = _averaged(self.prefill_us_per_token, prefill_us / num_prefill_tokens)
 
-    @property
-    def recompute_tokens_saved(self) -> int:
-        """Tokens that came back from the host tier instead of being computed again."""
-        return self.copied_in_blocks * self.block_size
+    def report(self) -> TierCopies:
+        """Return the figures of now."""
+        return TierCopies(
+            out_blocks=self.copied_out_blocks,
+            in_blocks=self.copied_in_blocks,
+            skipped_blocks=self.skipped_blocks,
+            out_us_per_block=self.out_us_per_block or 0.0,
+            in_us_per_block=self.in_us_per_block or 0.0,
+        )
 
 
 def _averaged(average: float | None, value: float) -> float:

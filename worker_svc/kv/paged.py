@@ -219,6 +219,7 @@ class PagedMemory:
             hit_tokens=self._hit_tokens,
             miss_tokens=self._miss_tokens,
             host_hit_tokens=self._host_hit_tokens,
+            copies=self.cost.report() if self._host.num_blocks else None,
         )
 
     def check_integrity(self, held: Mapping[int, int]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
+from octavo.protocol.convert_pool import pool_from_proto, pool_to_proto
 from octavo.protocol.convert_sampling import (
     ProtocolError,
     sampling_from_proto,
@@ -28,7 +29,6 @@ from octavo.protocol.steps import (
     Geometry,
     KeyEvents,
     Plan,
-    PoolReport,
     Priority,
     Refused,
     RefuseReason,
@@ -256,38 +256,6 @@ def geometry_from_proto(message: worker_pb2.Geometry) -> Geometry:
         block_bytes=message.block_bytes,
         paged=message.paged,
         pin_budget_blocks=message.pin_budget_blocks,
-    )
-
-
-def pool_to_proto(pool: PoolReport) -> worker_pb2.PoolReport:
-    """Convert the state of a pool."""
-    return worker_pb2.PoolReport(
-        free=pool.free,
-        evictable=pool.evictable,
-        active=pool.active,
-        pinned=pool.pinned,
-        host_free=pool.host_free,
-        largest_free_run=pool.largest_free_run,
-        unused_slots=pool.unused_slots,
-        hit_tokens=pool.hit_tokens,
-        miss_tokens=pool.miss_tokens,
-        host_hit_tokens=pool.host_hit_tokens,
-    )
-
-
-def pool_from_proto(message: worker_pb2.PoolReport) -> PoolReport:
-    """Convert the state of a pool."""
-    return PoolReport(
-        free=message.free,
-        evictable=message.evictable,
-        active=message.active,
-        pinned=message.pinned,
-        host_free=message.host_free,
-        largest_free_run=message.largest_free_run,
-        unused_slots=message.unused_slots,
-        hit_tokens=message.hit_tokens,
-        miss_tokens=message.miss_tokens,
-        host_hit_tokens=message.host_hit_tokens,
     )
 
 

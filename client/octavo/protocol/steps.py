@@ -143,6 +143,18 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class TierCopies:
+    """Copies between device and host tier since start, and what a block costs lately (microseconds)."""
+
+    out_blocks: int = 0
+    in_blocks: int = 0
+    skipped_blocks: int = 0
+    """Not copied, because to compute them again was cheaper."""
+    out_us_per_block: float = 0.0
+    in_us_per_block: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PoolReport:
     """Blocks after the step's frees; free + evictable + active is the pool's size."""
 
@@ -156,6 +168,8 @@ class PoolReport:
     hit_tokens: int = 0
     miss_tokens: int = 0
     host_hit_tokens: int = 0
+    copies: TierCopies | None = None
+    """None without a host tier."""
 
 
 @dataclass(frozen=True, slots=True)

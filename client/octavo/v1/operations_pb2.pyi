@@ -505,6 +505,12 @@ class PoolStatus(google.protobuf.message.Message):
     HIT_TOKENS_FIELD_NUMBER: builtins.int
     MISS_TOKENS_FIELD_NUMBER: builtins.int
     HOST_HIT_TOKENS_FIELD_NUMBER: builtins.int
+    COPIED_OUT_BYTES_FIELD_NUMBER: builtins.int
+    COPIED_IN_BYTES_FIELD_NUMBER: builtins.int
+    COPY_OUT_US_PER_BLOCK_FIELD_NUMBER: builtins.int
+    COPY_IN_US_PER_BLOCK_FIELD_NUMBER: builtins.int
+    RECOMPUTE_SAVED_TOKENS_FIELD_NUMBER: builtins.int
+    COPIES_SKIPPED_BLOCKS_FIELD_NUMBER: builtins.int
     total: builtins.int
     free: builtins.int
     evictable: builtins.int
@@ -522,6 +528,16 @@ class PoolStatus(google.protobuf.message.Message):
     """Prompt tokens found in the cache and not found, since start."""
     miss_tokens: builtins.int
     host_hit_tokens: builtins.int
+    copied_out_bytes: builtins.int
+    """Bytes copied from the device to the host tier and back, since start."""
+    copied_in_bytes: builtins.int
+    copy_out_us_per_block: builtins.float
+    """What copying a block costs lately, in microseconds; 0 before the first copy."""
+    copy_in_us_per_block: builtins.float
+    recompute_saved_tokens: builtins.int
+    """Tokens that came back from the host tier instead of being computed again, since start."""
+    copies_skipped_blocks: builtins.int
+    """Blocks that were not copied because computing them again was cheaper, since start."""
     def __init__(
         self,
         *,
@@ -539,8 +555,14 @@ class PoolStatus(google.protobuf.message.Message):
         hit_tokens: builtins.int = ...,
         miss_tokens: builtins.int = ...,
         host_hit_tokens: builtins.int = ...,
+        copied_out_bytes: builtins.int = ...,
+        copied_in_bytes: builtins.int = ...,
+        copy_out_us_per_block: builtins.float = ...,
+        copy_in_us_per_block: builtins.float = ...,
+        recompute_saved_tokens: builtins.int = ...,
+        copies_skipped_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["active", b"active", "block_size", b"block_size", "evictable", b"evictable", "external_fragmentation", b"external_fragmentation", "free", b"free", "hit_tokens", b"hit_tokens", "host_free", b"host_free", "host_hit_tokens", b"host_hit_tokens", "host_total", b"host_total", "internal_fragmentation", b"internal_fragmentation", "largest_free_run", b"largest_free_run", "miss_tokens", b"miss_tokens", "pinned", b"pinned", "total", b"total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["active", b"active", "block_size", b"block_size", "copied_in_bytes", b"copied_in_bytes", "copied_out_bytes", b"copied_out_bytes", "copies_skipped_blocks", b"copies_skipped_blocks", "copy_in_us_per_block", b"copy_in_us_per_block", "copy_out_us_per_block", b"copy_out_us_per_block", "evictable", b"evictable", "external_fragmentation", b"external_fragmentation", "free", b"free", "hit_tokens", b"hit_tokens", "host_free", b"host_free", "host_hit_tokens", b"host_hit_tokens", "host_total", b"host_total", "internal_fragmentation", b"internal_fragmentation", "largest_free_run", b"largest_free_run", "miss_tokens", b"miss_tokens", "pinned", b"pinned", "recompute_saved_tokens", b"recompute_saved_tokens", "total", b"total"]) -> None: ...
 
 global___PoolStatus = PoolStatus
 

@@ -818,6 +818,7 @@ class PoolReport(google.protobuf.message.Message):
     HIT_TOKENS_FIELD_NUMBER: builtins.int
     MISS_TOKENS_FIELD_NUMBER: builtins.int
     HOST_HIT_TOKENS_FIELD_NUMBER: builtins.int
+    COPIES_FIELD_NUMBER: builtins.int
     free: builtins.int
     evictable: builtins.int
     active: builtins.int
@@ -830,6 +831,10 @@ class PoolReport(google.protobuf.message.Message):
     """Since start, in tokens."""
     miss_tokens: builtins.int
     host_hit_tokens: builtins.int
+    @property
+    def copies(self) -> global___TierCopies:
+        """Absent without a host tier."""
+
     def __init__(
         self,
         *,
@@ -843,10 +848,44 @@ class PoolReport(google.protobuf.message.Message):
         hit_tokens: builtins.int = ...,
         miss_tokens: builtins.int = ...,
         host_hit_tokens: builtins.int = ...,
+        copies: global___TierCopies | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["active", b"active", "evictable", b"evictable", "free", b"free", "hit_tokens", b"hit_tokens", "host_free", b"host_free", "host_hit_tokens", b"host_hit_tokens", "largest_free_run", b"largest_free_run", "miss_tokens", b"miss_tokens", "pinned", b"pinned", "unused_slots", b"unused_slots"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_copies", b"_copies", "copies", b"copies"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_copies", b"_copies", "active", b"active", "copies", b"copies", "evictable", b"evictable", "free", b"free", "hit_tokens", b"hit_tokens", "host_free", b"host_free", "host_hit_tokens", b"host_hit_tokens", "largest_free_run", b"largest_free_run", "miss_tokens", b"miss_tokens", "pinned", b"pinned", "unused_slots", b"unused_slots"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_copies", b"_copies"]) -> typing.Literal["copies"] | None: ...
 
 global___PoolReport = PoolReport
+
+@typing.final
+class TierCopies(google.protobuf.message.Message):
+    """Copies between the device and the host tier since start, and what one costs lately."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OUT_BLOCKS_FIELD_NUMBER: builtins.int
+    IN_BLOCKS_FIELD_NUMBER: builtins.int
+    SKIPPED_BLOCKS_FIELD_NUMBER: builtins.int
+    OUT_US_PER_BLOCK_FIELD_NUMBER: builtins.int
+    IN_US_PER_BLOCK_FIELD_NUMBER: builtins.int
+    out_blocks: builtins.int
+    in_blocks: builtins.int
+    skipped_blocks: builtins.int
+    """Blocks that were not copied because computing them again was cheaper."""
+    out_us_per_block: builtins.float
+    """Microseconds per block, running averages; 0 before the first copy."""
+    in_us_per_block: builtins.float
+    def __init__(
+        self,
+        *,
+        out_blocks: builtins.int = ...,
+        in_blocks: builtins.int = ...,
+        skipped_blocks: builtins.int = ...,
+        out_us_per_block: builtins.float = ...,
+        in_us_per_block: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["in_blocks", b"in_blocks", "in_us_per_block", b"in_us_per_block", "out_blocks", b"out_blocks", "out_us_per_block", b"out_us_per_block", "skipped_blocks", b"skipped_blocks"]) -> None: ...
+
+global___TierCopies = TierCopies
 
 @typing.final
 class KeyEvents(google.protobuf.message.Message):

@@ -16,6 +16,8 @@ from octavo.v1 import common_pb2, worker_pb2
 OK = worker_pb2.STEP_STATUS_OK
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
+f32 = st.floats(0, width=32, allow_nan=False)
+copies = st.builds(steps.TierCopies, u64, u64, u64, f32, f32)
 handles = st.integers(1, 2**64 - 1)
 text = st.text(max_size=20)
 key = st.binary(min_size=16, max_size=16)
@@ -108,7 +110,7 @@ def reports(draw: st.DrawFn) -> steps.Report:
     return steps.Report(
         step=draw(u64),
         status=draw(st.sampled_from(steps.StepStatus)),
-        pool=draw(st.builds(steps.PoolReport, *[u32] * 6, *[u64] * 4)),
+        pool=draw(st.builds(steps.PoolReport, *[u32] * 6, *[u64] * 4, st.none() | copies)),
         live_count=draw(u32),
         digest=draw(u64),
         token_handles=tuple(draw(st.lists(u64, min_size=len(counts), max_size=len(counts)))),

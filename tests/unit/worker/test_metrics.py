@@ -13,6 +13,7 @@ from octavo.protocol.steps import (
     StepError,
     StepStatus,
     StepTiming,
+    TierCopies,
 )
 
 from worker_svc.metrics import Metrics, MetricsServer
@@ -21,9 +22,19 @@ from worker_svc.runner.sim import built_in_model
 
 def test_metrics_of_two_steps_are_served_over_http() -> None:
     metrics = Metrics()
-    metrics.describe(built_in_model(), Geometry(block_size=16, num_blocks=100, num_host_blocks=7))
+    geometry = Geometry(block_size=16, num_blocks=100, num_host_blocks=7, block_bytes=1000)
+    metrics.describe(built_in_model(), geometry)
     pool = PoolReport(
-        free=50, evictable=30, active=20, largest_free_run=40, unused_slots=80, hit_tokens=32, miss_tokens=64
+        free=50,
+        evictable=30,
+        active=20,
+        largest_free_run=40,
+        unused_slots=80,
+        hit_tokens=32,
+        miss_tokens=64,
+        copies=TierCopies(
+            out_blocks=3, in_blocks=2, skipped_blocks=5, out_us_per_block=20.0, in_us_per_block=64.0
+        ),
     )
     metrics.observe(
         Report(
@@ -58,6 +69,11 @@ def test_metrics_of_two_steps_are_served_over_http() -> None:
         'octavo_worker_kv_fragmentation_ratio{kind="external"} 0.19999999999999996',
         'octavo_worker_prefix_cache_tokens_total{result="hit"} 32.0',
         'octavo_worker_prefix_cache_tokens_total{result="miss"} 64.0',
+        'octavo_worker_kv_copied_bytes_total{direction="out"} 3000.0',
+        'octavo_worker_kv_copied_bytes_total{direction="in"} 2000.0',
+        'octavo_worker_kv_copy_seconds_per_block{direction="in"} 6.4e-05',
+        "octavo_worker_kv_recompute_saved_tokens_total 32.0",
+        "octavo_worker_kv_copies_skipped_blocks_total 5.0",
         'octavo_worker_kv_key_events_total{event="stored"} 1.0',
         'octavo_worker_refused_total{reason="no_blocks"} 1.0',
         'octavo_worker_stalled_total{reason="no_block"} 1.0',

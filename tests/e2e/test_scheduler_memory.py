@@ -1,0 +1,99 @@
+"""KV memory as clients and operators see it over real ports: figures, tiers, pins."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from octavo.v1 import operations_pb2
+
+from tests.e2e.scheduler_stack import Stack, one_worker, until
+from worker_svc.runner.sim import KV_BYTES_PER_TOKEN
+
+BLOCK = 16
+CHARACTERS = 40
+"""Of a prompt; a token each."""
+
+
+async def pool(stack: Stack) -> Any:
+    """The pool of the only worker, as the status has it."""
+    (worker,) = (await stack.status()).workers
+    return worker.pool
+
+
+async def crowd(stack: Stack, count: int, length: int = 112) -> None:
+    """Run prompts that share nothing, one after the other."""
+    for number in range(count):
+        await stack.generate(text=f"{number:04}" * (length // 4), sampling={"max_tokens": 1})
+
+
+async def test_status_says_what_the_blocks_of_a_running_sequence_hold() -> None:
+    async with one_worker({"num_blocks": 64}) as (stack, worker):
+        worker.gate.close()
+        running = asyncio.create_task(stack.generate(text="x" * CHARACTERS))
+        worker.gate.let_go(1)
+
+        async def has_run() -> bool:
+            return bool((await pool(stack)).active)
+
+        await until(has_run)
+        during = await pool(stack)
+        worker.gate.open()
+        await running
+        await until(worker.is_empty)
+
+    # The prompt is computed, the token after it is not.
+    blocks = CHARACTERS // BLOCK + 1
+    assert (during.total, during.block_size, during.active) == (64, BLOCK, blocks)
+    assert during.free + during.evictable + during.active == during.total
+    assert during.internal_fragmentation == pytest.approx((blocks * BLOCK - CHARACTERS) / (blocks * BLOCK))
+    assert during.external_fragmentation == 0.0
+    assert (during.host_total, during.copied_out_bytes, during.copy_out_us_per_block) == (0, 0, 0.0)
+
+
+async def test_status_says_what_the_host_tier_cost_and_saved() -> None:
+    async with one_worker({"num_blocks": 64, "num_host_blocks": 64}) as (stack, worker):
+        prompt = "the prompt that comes back " * 5
+        await stack.generate(text=prompt, sampling={"max_tokens": 1})
+        await crowd(stack, 10)
+        again = await stack.generate(text=prompt, sampling={"max_tokens": 1})
+        await until(worker.is_empty)
+        after = await pool(stack)
+
+    assert again.finished[0].usage.cached_tokens == len(prompt) // BLOCK * BLOCK
+    assert after.host_total == 64
+    assert after.host_free < 64
+    back = after.host_hit_tokens
+    assert 0 < back <= after.recompute_saved_tokens
+    assert after.copied_in_bytes == after.recompute_saved_tokens * KV_BYTES_PER_TOKEN
+    assert after.copied_out_bytes >= after.copied_in_bytes
+    assert after.copy_in_us_per_block > 0
+    assert after.copy_out_us_per_block > 0
+
+
+async def test_pinned_prefix_is_cached_after_any_load_and_a_lifted_one_is_not() -> None:
+    system = "a system prompt that many requests share, word for word"
+    blocks = len(system) // BLOCK
+
+    async def cached(stack: Stack) -> int:
+        output = await stack.generate(text=f"{system} and more", sampling={"max_tokens": 1})
+        return int(output.finished[0].usage.cached_tokens)
+
+    async with one_worker({"num_blocks": 72, "max_model_len": 1024}) as (stack, worker):
+        await stack.operations.PinPrefix(operations_pb2.PinPrefixRequest(name="system", text=system))
+        assert await cached(stack) == 0
+        await crowd(stack, 15)
+        assert await cached(stack) == blocks * BLOCK
+        assert (await pool(stack)).pinned == blocks
+
+        # Another prefix under the same name takes its place.
+        other = operations_pb2.PinPrefixRequest(name="system", text="z" * 100)
+        await stack.operations.PinPrefix(other)
+        await crowd(stack, 15)
+        assert await cached(stack) == 0
+
+        await stack.operations.UnpinPrefix(operations_pb2.UnpinPrefixRequest(name="system"))
+        await until(worker.is_empty)
+        await crowd(stack, 1)
+        assert (await pool(stack)).pinned == 0
