@@ -270,7 +270,8 @@ class SchedulerCore:
         planner = self._planners[worker.info.model]
         worker.next_plan_at = None
         while len(worker.in_flight) < self._window(worker):
-            due = self._due_at(worker)
+            # A lead before what is in flight has run.
+            due = max(worker.ends_at() - worker.lead_s, worker.rests_until)
             if due > now:
                 self._wake(worker, due)
                 break
@@ -300,13 +301,6 @@ class SchedulerCore:
         """Return how many plans may be outstanding; one by one while a culprit is searched for."""
         careful = worker.bisection is not None or worker.resume_after is not None
         return 1 if careful else self.config.window
-
-    def _due_at(self, worker: WorkerState) -> float:
-        """Return when the next plan is to be sent: a lead before the plans in flight have run."""
-        if not worker.in_flight:
-            return 0.0
-        ends = max(worker.last_report_at, worker.in_flight[0].sent_at)
-        return ends + sum(map(worker.predict_flight_s, worker.in_flight)) - worker.lead_s
 
     def _watch(self, worker: WorkerState, now: float) -> None:
         """A worker that owes a report has until the watchdog to send it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.placement import PrefixIndex
@@ -169,8 +170,10 @@ class ModelPool:
             return None
         own_s = self._first_token_s(worker, sequence, now)
         best, best_s = None, own_s * (1.0 - _MIN_GAIN)
+        patient_until = math.inf if (at := sequence.request.queue_deadline) is None else at
         for other in self._candidates(sequence):
-            if other is not worker and self._suits(other, sequence, now):
+            in_time = other.ends_at() < patient_until
+            if other is not worker and in_time and self._suits(other, sequence, now):
                 seconds = self._first_token_s(other, sequence, now)
                 if seconds < best_s:
                     best, best_s = other, seconds
@@ -194,6 +197,13 @@ class ModelPool:
                 sequence.no_longer_left()
                 sequence.left_until = now
                 self.queue.unplaced.append(sequence)
+
+    def looks_until(self, now: float) -> float:
+        """Return when some worker that has a place is expected to have looked at what comes now."""
+        if self.idle:
+            return now
+        ends = [self.workers[worker_id].ends_at() for worker_id in self.loads.least(_LEAST_LOADED)]
+        return max(now, min(ends, default=now))
 
     def idle_for(self, sequence: Sequence) -> WorkerState | None:
         """Return an idle worker that can hold a sequence."""
@@ -243,8 +253,4 @@ class ModelPool:
         steps = -(-todo // max(1, worker.token_budget - decodes))
         seconds = model.predict(decodes, todo, worker.context_tokens)
         seconds += (steps - 1) * model.predict(decodes, 0, worker.context_tokens)
-        if worker.in_flight:
-            ends = max(worker.in_flight[0].sent_at, worker.last_report_at)
-            ends += sum(map(worker.predict_flight_s, worker.in_flight))
-            seconds += max(0.0, ends - now)
-        return seconds
+        return seconds + max(0.0, worker.ends_at() - now)

@@ -13,7 +13,7 @@ from scheduler_svc.core.errors import CoreError, Reason
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.request import Request, Sequence, Status
-from scheduler_svc.core.timers import TimerWheel
+from scheduler_svc.core.timers import RESOLUTION_S, TimerWheel
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
@@ -65,6 +65,9 @@ class Lifecycle:
         """Take a request into the queue."""
         block_size = pool.block_size if self._config.prefix_caching else None
         request = Request.from_spec(spec, now, block_size)
+        if spec.queue_deadline is not None:
+            # No wait at all means: in the next plan or never.
+            request.queue_deadline = max(spec.queue_deadline, pool.looks_until(now) + RESOLUTION_S)
         self.arrivals += 1
         self.requests[spec.request_id] = request
         for sequence in request.sequences:
@@ -269,8 +272,8 @@ class Lifecycle:
         at = spec.deadline if spec.deadline is not None else math.inf
         if not request.got_token and spec.ttft_deadline is not None:
             at = min(at, spec.ttft_deadline)
-        if not request.started and spec.queue_deadline is not None:
-            at = min(at, spec.queue_deadline)
+        if not request.started and request.queue_deadline is not None:
+            at = min(at, request.queue_deadline)
         if at < math.inf:
             self.deadlines.arm(request.request_id, at)
         else:
@@ -288,7 +291,7 @@ def _missed_deadline(request: Request, now: float) -> CoreError | None:
     if not request.got_token and spec.ttft_deadline is not None and now >= spec.ttft_deadline:
         message = f"no first token before its deadline, {waited} ({phase})"
         return CoreError(Reason.TTFT_DEADLINE, message, metadata={"phase": phase})
-    if not request.started and spec.queue_deadline is not None and now >= spec.queue_deadline:
+    if not request.started and request.queue_deadline is not None and now >= request.queue_deadline:
         return CoreError(Reason.QUEUE_TIMEOUT, f"still queued {waited}", metadata={"phase": phase})
     return None
 

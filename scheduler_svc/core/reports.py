@@ -10,6 +10,7 @@ from octavo.protocol.steps import (
     FinishReason,
     RefuseReason,
     Report,
+    StallReason,
     StepStatus,
 )
 
@@ -57,10 +58,8 @@ class ReportReader:
         if report.finished:
             self._finished(worker, report, now, out)
         self._released(worker, pool, flight, report)
-        for handle, _ in report.stalled:
-            sequence = worker.decoding.get(handle)
-            if sequence is not None:
-                worker.decode_stalled(sequence)
+        if report.stalled:
+            self._stalled(worker, report, now)
         self._outcome(worker, flight, report, now, out)
         self._keys(worker, pool, report)
         worker.pool = report.pool
@@ -226,6 +225,15 @@ class ReportReader:
         owed.extend(handle for handle, step in worker.owed.items() if report.step >= step)
         if owed:
             raise ProtocolViolationError(f"handles {owed} were not released as asked")
+
+    def _stalled(self, worker: WorkerState, report: Report, now: float) -> None:
+        for handle, _ in report.stalled:
+            sequence = worker.decoding.get(handle)
+            if sequence is not None:
+                worker.decode_stalled(sequence)
+        computed = report.token_handles or report.prefilled
+        if not computed and any(reason is StallReason.PROMOTING for _, reason in report.stalled):
+            worker.rest(now)
 
     def _undo(self, worker: WorkerState, pool: ModelPool, flight: InFlight, status: StepStatus) -> None:
         """A step that failed or was skipped has decoded nothing; a skipped one has admitted nothing."""

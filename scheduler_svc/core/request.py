@@ -159,6 +159,8 @@ class Request:
     """Some choice has been scheduled: the queue timeout is over."""
     got_token: bool = False
     """Some choice has produced a token: the TTFT deadline is over."""
+    queue_deadline: float | None = None
+    """When it must have started; not before some worker has looked at it."""
 
     @property
     def request_id(self) -> str:
@@ -192,7 +194,7 @@ class Request:
         return (
             (spec.deadline is not None and now >= spec.deadline)
             or (spec.ttft_deadline is not None and now >= spec.ttft_deadline and not self.got_token)
-            or (spec.queue_deadline is not None and now >= spec.queue_deadline and not self.started)
+            or (self.queue_deadline is not None and now >= self.queue_deadline and not self.started)
         )
 
     @classmethod
@@ -201,7 +203,7 @@ class Request:
 
         Without a block size or a root key nothing has a key.
         """
-        request = cls(spec, now)
+        request = cls(spec, now, queue_deadline=spec.queue_deadline)
         if not spec.root_key:
             block_size = None
         choices = spec.sampling.n or 1

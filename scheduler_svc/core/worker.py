@@ -20,6 +20,8 @@ _BUBBLE_US = 300
 _MIN_BACKOFF_S = 0.01
 _MAX_BACKOFF_S = 1.0
 _MAX_REFUSALS = 16
+_REST_S = 0.002
+"""Between two plans for a worker whose sequences all wait for blocks to come back from the host."""
 
 
 @dataclass(slots=True)
@@ -78,6 +80,8 @@ class WorkerState:
     """Waiting sequences that others left for its next plan, with the tokens it would have to compute."""
     admits_after: float = 0.0
     """After it refused sequences time and again: when it may be tried again."""
+    rests_until: float = 0.0
+    """Nothing it has could be computed: when it gets its next plan."""
     num_refusals: int = 0
     """Reports in a row that refused and admitted nothing."""
     step_times: StepTimeModel = field(default_factory=StepTimeModel)
@@ -262,6 +266,10 @@ class WorkerState:
             self.admits_after = now + min(_MIN_BACKOFF_S * 2 ** (self.num_refusals - 1), _MAX_BACKOFF_S)
         self.num_refusals = min(self.num_refusals + 1, _MAX_REFUSALS)
 
+    def rest(self, now: float) -> None:
+        """All that it runs waits for a copy: steps in a hurry would only spin."""
+        self.rests_until = now + _REST_S
+
     def active_hits(self, keys: Seq[bytes]) -> int:
         """Return how many leading keys are of blocks that are in use for certain."""
         count = 0
@@ -321,6 +329,13 @@ class WorkerState:
             self.lead_s = min(MAX_LEAD_S, self.lead_s * 1.5 + bubble_us * 5e-7)
         else:
             self.lead_s = max(MIN_LEAD_S, self.lead_s * 0.99)
+
+    def ends_at(self) -> float:
+        """Return when the plans in flight are expected to have run."""
+        if not self.in_flight:
+            return 0.0
+        began = max(self.last_report_at, self.in_flight[0].sent_at)
+        return began + sum(map(self.predict_flight_s, self.in_flight))
 
     def predict_flight_s(self, flight: InFlight) -> float:
         """Return how long a plan in flight is expected to run."""

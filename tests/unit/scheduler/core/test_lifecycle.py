@@ -146,6 +146,23 @@ def test_expired_in_the_queue_is_refused_promptly_and_never_prefilled() -> None:
     assert prompts == 20
 
 
+def test_request_that_may_not_wait_starts_where_there_is_a_place_in_the_next_plan_or_not_at_all() -> None:
+    desk = Desk(worker(max_num_seqs=2))
+    at_once = desk.submit(20, max_tokens=40, queue_deadline=0.0)
+    assert desk.where(at_once) == "w0", "the worker was idle"
+    beside = desk.submit(20, max_tokens=40, queue_deadline=desk.now)
+    desk.wake()
+    assert desk.where(beside) == "w0", "it was busy and had a place"
+    began = desk.now
+    refused = desk.submit(20, max_tokens=40, queue_deadline=desk.now)
+    while refused not in desk.rejects:
+        desk.answer()
+    assert desk.rejects[refused].error.reason is Reason.QUEUE_TIMEOUT
+    assert desk.now < began + 0.05
+    desk.finish()
+    assert {at_once, beside} == {name for name, _ in desk.ends}
+
+
 def test_deadline_that_has_passed_before_its_timer_fires_keeps_a_request_out_of_plans() -> None:
     desk = Desk(worker(max_num_seqs=1), window=1)
     first = desk.submit(20, max_tokens=100)

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from octavo.protocol.steps import Refused, RefuseReason, StallReason
+from octavo.protocol.steps import Plan, Refused, RefuseReason, Report, StallReason
 
 from scheduler_svc.core.request import Sequence, Status
 from scheduler_svc.core.worker import WorkerState
+from scheduler_svc.sim import SimWorker
 from tests.unit.scheduler.core.desk import HIGH, LOW, NORMAL, Desk, worker
 
 # Binding -----------------------------------------------------------------------------------------
@@ -124,6 +125,36 @@ def test_those_left_to_a_better_worker_do_not_keep_an_idle_one_from_what_it_coul
     other = desk.submit(5, max_tokens=4)
     assert [desk.where(name) for name in (*left, other)] == [None, None, "w1"]
     desk.finish()
+
+
+class Promoting(SimWorker):
+    """Its first steps compute nothing: the blocks of what it runs are on their way from the host."""
+
+    waits = 3
+
+    def run(self, plan: Plan, bubble_us: int = 0) -> Report:
+        if not self.waits:
+            return super().run(plan, bubble_us)
+        self.waits -= 1
+        report = super().run(replace(plan, prefill=()), bubble_us)
+        return replace(report, stalled=tuple((handle, StallReason.PROMOTING) for handle, _ in plan.prefill))
+
+
+def test_worker_whose_sequences_all_wait_for_promotion_is_not_sent_steps_in_a_hurry() -> None:
+    desk = Desk(worker(), window=1)
+    desk.lose()
+    desk.attach(Promoting(worker()))
+    name = desk.submit(20, max_tokens=4)
+    for _ in range(3):
+        desk.answer()
+        assert not desk.plans["w0"], "it rests"
+        at = desk.core.next_wakeup()
+        assert at is not None
+        assert 0.001 < at - desk.now < 0.005
+        desk.wake()
+    assert desk.plans["w0"]
+    desk.finish()
+    assert len(desk.tokens[name, 0]) == 4
 
 
 # Budgets -----------------------------------------------------------------------------------------
