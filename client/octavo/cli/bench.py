@@ -6,10 +6,16 @@ import argparse
 from importlib import import_module
 from typing import Final
 
-from octavo.bench import BenchError
+from octavo.bench import BenchError, BenchInterrupted
 from octavo.cli import output
 
 BENCHES: Final = {
+    "serve": ("octavo.bench.serve", "drive a service with planned traffic, and tell what its clients see"),
+    "compare": ("octavo.bench.compare", "set runs of `octavo bench serve` side by side"),
+    "chunked": (
+        "octavo.bench.chunked",
+        "what chunked prefill spares running requests while long prompts arrive",
+    ),
     "fragmentation": (
         "octavo.bench.fragmentation",
         "how much of the KV memory holds tokens, paged against contiguous",
@@ -35,6 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     module, _ = BENCHES[arguments.bench]
     try:
         print(import_module(module).run(arguments))
+    except BenchInterrupted as error:
+        print(error.partial)
+        return 130
     except ModuleNotFoundError as error:
         output.fail(f"octavo bench {arguments.bench} needs {error.name}: pip install 'octavo[bench]'")
         return 1

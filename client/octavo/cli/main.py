@@ -32,7 +32,7 @@ COMMANDS: Final = {
     "batch": ("octavo.cli.batch", "run a file of requests, for throughput"),
     "status": ("octavo.cli.status", "show what a scheduler is doing"),
     "health": ("octavo.cli.health", "say whether a service takes work"),
-    "bench": ("octavo.cli.bench", "measure what needs no service"),
+    "bench": ("octavo.cli.bench", "measure a service, or parts of it"),
     "replay": ("octavo.cli.replay", "replay a plan log, and tell why a request waited"),
 }
 

@@ -11,6 +11,7 @@ from octavo.bench.load.statistics import (
     needed,
     quantile,
     quantile_interval,
+    quantile_ratio_interval,
     ratio_interval,
 )
 from scipy import stats
@@ -133,3 +134,30 @@ def test_ratio_intervals_cover_the_truth_as_often_as_they_say() -> None:
 def test_a_ratio_wants_pairs_of_positive_values(over: list[float], under: list[float]) -> None:
     with pytest.raises(ValueError, match="pairs"):
         ratio_interval(over, under)
+
+
+def clusters(rng: np.random.Generator, count: int, scale: float) -> list[list[float]]:
+    """Requests that are slow or fast as a whole."""
+    return [list(scale * rng.lognormal(0, 0.3) * rng.lognormal(0, 0.3, 8)) for _ in range(count)]
+
+
+def test_a_ratio_of_quantiles_has_an_interval_that_covers_it() -> None:
+    rng = np.random.default_rng(5)
+    hits, runs = 0, 40
+    for _ in range(runs):
+        interval = quantile_ratio_interval(clusters(rng, 60, 0.5), clusters(rng, 60, 1.0), 0.9)
+        assert interval is not None
+        assert interval.low is not None
+        assert interval.high is not None
+        hits += interval.low <= 0.5 <= interval.high
+    assert hits / runs >= 0.85
+
+
+def test_a_ratio_of_p99_wants_500_requests_on_both_sides() -> None:
+    rng = np.random.default_rng(6)
+    assert quantile_ratio_interval(clusters(rng, 499, 1.0), clusters(rng, 600, 1.0), 0.99) is None
+
+
+def test_a_ratio_of_quantiles_repeats() -> None:
+    one, other = clusters(np.random.default_rng(7), 60, 0.5), clusters(np.random.default_rng(8), 60, 1.0)
+    assert quantile_ratio_interval(one, other, 0.9) == quantile_ratio_interval(one, other, 0.9)

@@ -197,7 +197,7 @@ async def ask(server: Server, one: Request, **config: Any) -> tuple[Answer, Coun
 
 async def test_openai_counts_come_from_the_usage(server: Server) -> None:
     server.events = [sse(completion("a"), completion("")), sse(completion("c", "length")), sse(USAGE), DONE]
-    answer, sink = await ask(server, request(), api_key="key", body={"top_k": 5})
+    answer, sink = await ask(server, request(), api_key="key", options={"top_k": 5})
     assert answer == Answer(prompt_tokens=9, output_tokens=3, cached_tokens=4)
     assert sink.chunks == 3
     body = server.bodies[0]

@@ -18,6 +18,7 @@ from scipy import stats
 MIN_BEYOND: Final = 5
 """Observations on the rarer side of a quantile without which it is not estimated."""
 CONFIDENCE: Final = 0.95
+NUM_RESAMPLES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +116,37 @@ def ratio_interval(over: Sequence[float], under: Sequence[float], confidence: fl
     logs = mean_interval([math.log(a / b) for a, b in zip(over, under, strict=True)], confidence)
     low, high = (None if bound is None else math.exp(bound) for bound in (logs.low, logs.high))
     return Interval(math.exp(logs.value), low, high)
+
+
+def quantile_ratio_interval(
+    over: Sequence[Sequence[float]],
+    under: Sequence[Sequence[float]],
+    at: float,
+    *,
+    seed: int = 1,
+    confidence: float = CONFIDENCE,
+) -> Interval | None:
+    """Return the ratio of one quantile of two samples, with its interval; None when there is too little.
+
+    Each sample comes in clusters: what is within one (the gaps of a request) is not independent. The
+    bounds are percentiles of NUM_RESAMPLES bootstrap samples, for which whole clusters are drawn.
+    """
+    if min(len(over), len(under)) < needed(at):
+        return None
+    rng = np.random.default_rng(seed)
+    ours, theirs = (_resampled_quantiles(clusters, at, rng) for clusters in (over, under))
+    plain = [float(np.quantile(np.concatenate([*map(np.asarray, one)]), at)) for one in (over, under)]
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(ours / theirs, [tail, 1 - tail])
+    return Interval(plain[0] / plain[1], float(low), float(high))
+
+
+def _resampled_quantiles(
+    clusters: Sequence[Sequence[float]], at: float, rng: np.random.Generator
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    arrays = [np.asarray(cluster, dtype=np.float64) for cluster in clusters]
+    quantiles = np.empty(NUM_RESAMPLES)
+    for index in range(NUM_RESAMPLES):
+        drawn = rng.integers(len(arrays), size=len(arrays))
+        quantiles[index] = np.quantile(np.concatenate([arrays[one] for one in drawn]), at)
+    return quantiles

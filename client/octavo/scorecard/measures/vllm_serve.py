@@ -10,16 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
@@ -27,7 +22,8 @@ import psutil
 from octavo.aio import AsyncClient
 from octavo.sampling import SamplingParams
 from octavo.scorecard import Measured, at_least, entry
-from octavo.stack import Stack, StackConfig, free_port
+from octavo.scorecard.vllm_server import vllm_serve
+from octavo.stack import Stack, StackConfig
 
 if TYPE_CHECKING:
     import aiohttp
@@ -43,7 +39,6 @@ MAX_MODEL_LEN: Final = 1024
 NUM_BLOCKS: Final = 1024
 BLOCK_SIZE: Final = 32
 READY_S: Final = 1200.0
-_LOG: Final = "log"
 Rate = Callable[[int], Awaitable[float]]
 """Runs one round at a concurrency and returns output tokens per second."""
 
@@ -198,86 +193,17 @@ async def _vllm_serve() -> AsyncIterator[Rate]:
     """`vllm serve`, in the environment that our worker makes for itself."""
     import aiohttp
 
-    port = free_port()
-    base = f"http://127.0.0.1:{port}"
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-vllm-serve-")))
-        server = _start_server(folder, port)
-        stack.callback(_end, server)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            await _until_up(session, base, server, folder)
-            yield lambda concurrency: _round(concurrency, lambda prompt: _completion(session, base, prompt))
-
-
-def _start_server(folder: Path, port: int) -> subprocess.Popen[bytes]:
-    from worker_svc.runner.vllm import placement
-
-    model, dtype = _model_with_tokenizer(folder)
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port)),
-        *("--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", str(MAX_MODEL_LEN)),
-        *("--max-num-seqs", str(MAX_NUM_SEQS), "--block-size", str(BLOCK_SIZE)),
-        *("--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)),
-        *("--num-gpu-blocks-override", str(NUM_BLOCKS + 1), "--gpu-memory-utilization", "0.25"),
-        *("--disable-uvicorn-access-log", "--served-model-name", "demo"),
-    ]
-    cores = len(os.sched_getaffinity(0))
-    environment = {**os.environ, **placement.environment(os.environ, cores, 1, None)}
-    # vLLM binds its threads itself, to both cores if told to reserve none.
-    environment.pop("VLLM_CPU_OMP_THREADS_BIND", None)
-    environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
-    with (folder / _LOG).open("wb") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)  # noqa: S603 - fixed
-
-
-def _model_with_tokenizer(folder: Path) -> tuple[Path, str]:
-    """Return the demo model's folder as vLLM serves it, and the type of its weights."""
-    from worker_svc.models import resolve
-    from worker_svc.runner.torch.gguf_file import open_gguf
-    from worker_svc.runner.vllm.gguf_folder import hf_folder_of
-    from worker_svc.runner.vllm.settings import chosen_dtype
-
-    model = resolve("demo", lambda what, fraction: None)
-    dtype = chosen_dtype("auto")
-    target = folder / "model"
-    target.mkdir()
-    for file in hf_folder_of(model, dtype, lambda what, fraction: None).iterdir():
-        (target / file.name).symlink_to(file)
-    for name, content in open_gguf(model.path).text.tokenizer_files.items():
-        (target / name).write_bytes(content)
-    return target, dtype
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a server and what it started."""
-    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    process.terminate()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for child in children:
-        if child.is_running():
-            child.kill()
-
-
-async def _until_up(
-    session: aiohttp.ClientSession, base: str, server: subprocess.Popen[bytes], folder: Path
-) -> None:
-    import aiohttp
-
-    give_up_at = time.monotonic() + READY_S
-    while server.poll() is None and time.monotonic() < give_up_at:
-        try:
-            async with session.get(f"{base}/health") as answer:
-                if answer.status == 200:
-                    return
-        except aiohttp.ClientConnectionError:
-            pass
-        await asyncio.sleep(0.5)
-    said = await asyncio.to_thread((folder / _LOG).read_text, errors="replace")
-    raise RuntimeError(f"vllm serve did not come up: {said[-500:]}")
+    async with (
+        vllm_serve(
+            *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)),
+            *("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)),
+            *("--num-gpu-blocks-override", str(NUM_BLOCKS + 1)),
+        ) as server,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+    ):
+        yield lambda concurrency: _round(
+            concurrency, lambda prompt: _completion(session, server.base_url, prompt)
+        )
 
 
 async def _completion(session: aiohttp.ClientSession, base: str, prompt: list[int]) -> int:

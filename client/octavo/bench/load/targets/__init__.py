@@ -1,0 +1,1 @@
+"""The services that can be driven."""

@@ -1,0 +1,87 @@
+"""`octavo bench serve`: drives a service with planned traffic, and tells what its clients see."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from octavo.bench import BenchInterrupted
+from octavo.bench.serve_flags import configure
+from octavo.cli import output
+
+if TYPE_CHECKING:
+    from octavo.bench.load.generator import Progress
+    from octavo.bench.load.records import RunRecord
+
+__all__ = ["configure", "run"]
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Drive; return the tables.
+
+    Raises:
+        BenchError: it cannot be done as asked.
+        BenchInterrupted: Ctrl-C; with the tables of what there is.
+    """
+    # Not earlier: they need the extra `bench`, and the help does not.
+    from octavo.bench.load import files, tables  # noqa: PLC0415
+    from octavo.bench.serve_plan import parse_slo  # noqa: PLC0415
+
+    slo = parse_slo(arguments.slo)
+    record = asyncio.run(_drive(arguments))
+    if arguments.out is not None:
+        files.write(record, slo, arguments.out)
+        output.note(f"wrote {arguments.out}")
+    if arguments.json:
+        told = json.dumps(files.as_json(record, slo)["summary"], indent=2)
+    else:
+        told = tables.as_text(record, slo)
+    if record.interrupted:
+        raise BenchInterrupted(told)
+    return told
+
+
+async def _drive(arguments: argparse.Namespace) -> RunRecord:
+    from octavo.bench import serve_plan  # noqa: PLC0415 # see `run`
+    from octavo.bench.datasets.load import load  # noqa: PLC0415
+    from octavo.bench.load.generator import Limits, generate  # noqa: PLC0415
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        output.note("stopping; Ctrl-C again gives up at once")
+        loop.remove_signal_handler(signal.SIGINT)
+        stop.set()
+
+    async with serve_plan.target(arguments) as target:
+        config = serve_plan.dataset_config(arguments, target.record.details.get("max_model_len"))
+        dataset = await load(config, serve_plan.tokenizer(arguments, target))
+        traffic = serve_plan.traffic(arguments, dataset)
+        with suppress(NotImplementedError):  # Where there are no such handlers, Ctrl-C just ends.
+            loop.add_signal_handler(signal.SIGINT, interrupt)
+        with output.ProgressLine() as line:
+            record = await generate(
+                target,
+                traffic,
+                Limits(timeout_s=arguments.timeout, drain_s=arguments.drain),
+                stop=stop,
+                on_progress=lambda progress: line(_told(progress), progress.fraction),
+            )
+    return replace(record, name=arguments.name)
+
+
+def _told(progress: Progress) -> str:
+    # Elsewhere than on a terminal each change would be a line of its own.
+    if not sys.stderr.isatty():
+        return "sending"
+    left = ""
+    if 0.02 < progress.fraction < 1:
+        left = f", {output.duration(progress.elapsed_s / progress.fraction - progress.elapsed_s)} left"
+    return f"{progress.ended} ended, {progress.running} under way{left}"

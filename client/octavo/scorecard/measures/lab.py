@@ -1,0 +1,174 @@
+"""The laboratory itself: what chunking spares, and whether our generator agrees with a public one."""
+
+# ruff: noqa: PLC0415 - what only one measure needs is loaded for that one
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from octavo.scorecard import Measured, at_most, entry
+from octavo.scorecard.vllm_server import MODEL, VllmServer, vllm_serve
+
+if TYPE_CHECKING:
+    from octavo.bench.load.summary import Summary
+    from octavo.bench.load.target import Request
+
+# -- chunked prefill
+
+
+@entry(
+    "lab.chunked_itl_ratio",
+    "P99 time between tokens of running requests while prompts of 2048 tokens arrive: chunked over whole",
+    "ratio",
+    at_most(0.65),
+    long=True,
+)
+async def chunked_itl_ratio() -> Measured:
+    """Real stacks with the demo model, in turns; see `octavo bench chunked`."""
+    from octavo.bench.chunked import as_json
+    from octavo.bench.chunked.experiment import ChunkedConfig, measure
+
+    found = await measure(ChunkedConfig(), lambda what, fraction: None)
+    ratio = found.ratio
+    if ratio is None:
+        raise RuntimeError("too few requests were answered for a P99")
+    return Measured(ratio.value, as_json(found))
+
+
+# -- agreement with `vllm bench serve`
+
+NUM_REQUESTS: Final = 60
+RATE_PER_S: Final = 3.0
+PROMPT_TOKENS: Final = 96
+OUTPUT_TOKENS: Final = 32
+ROUNDS: Final = 2
+_FIGURES: Final[dict[str, str | tuple[str, str]]] = {
+    "output_throughput": "makespan_output_tokens_per_s",
+    "mean_ttft_ms": ("ttft_s", "mean"),
+    "median_ttft_ms": ("ttft_s", "p50"),
+    "p90_ttft_ms": ("ttft_s", "p90"),
+    "mean_tpot_ms": ("tpot_s", "mean"),
+    "median_tpot_ms": ("tpot_s", "p50"),
+    "p90_tpot_ms": ("tpot_s", "p90"),
+    "mean_itl_ms": ("itl_s", "mean"),
+    "median_itl_ms": ("itl_s", "p50"),
+    "p90_itl_ms": ("itl_s", "p90"),
+    "mean_e2el_ms": ("e2e_s", "mean"),
+    "median_e2el_ms": ("e2e_s", "p50"),
+    "p90_e2el_ms": ("e2e_s", "p90"),
+}
+"""Figures of `vllm bench serve`, and ours for the same things."""
+_BENCH_TIMEOUT_S: Final = 300.0
+
+
+@entry(
+    "lab.generator_agreement",
+    "same traffic at `vllm serve` by our generator and by `vllm bench serve`: the figure that differs most",
+    "relative difference",
+    at_most(0.05),
+    long=True,
+)
+async def generator_agreement() -> Measured:
+    """Take turns; each of our turns replays the very times at which theirs before it sent.
+
+    The server does not cache prefixes, or whoever comes second would have an easier time.
+    """
+    from octavo.bench.datasets.load import DatasetConfig, load
+    from octavo.bench.datasets.tokenizers import FileTokenizer
+
+    config = DatasetConfig(
+        source="fixed", context=1024, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS
+    )
+    requests = (await load(config, FileTokenizer.named("demo"))).requests(NUM_REQUESTS)
+    ours: list[dict[str, float]] = []
+    theirs: list[dict[str, float]] = []
+    flags = ("--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "1024")
+    with tempfile.TemporaryDirectory(prefix="octavo-agreement-") as scratch:
+        async with vllm_serve(*flags, "--max-num-seqs", "32") as server:
+            for turn in range(ROUNDS + 1):
+                their_figures, at_s = await _their_turn(server, requests, Path(scratch), turn)
+                our_figures = await _our_turn(server, requests, at_s)
+                # The first turn warms up both.
+                if turn:
+                    theirs.append(their_figures)
+                    ours.append(our_figures)
+    differences = {
+        name: _mean(ours, name) / _mean(theirs, name) - 1 for name in theirs[0] if _mean(theirs, name) > 0
+    }
+    worst = max(differences, key=lambda name: abs(differences[name]))
+    return Measured(
+        abs(differences[worst]),
+        {
+            "worst": worst,
+            "differences": {name: round(value, 4) for name, value in differences.items()},
+            "ours": ours,
+            "vllm bench serve": theirs,
+        },
+    )
+
+
+def _mean(turns: Sequence[Mapping[str, float]], name: str) -> float:
+    return sum(turn[name] for turn in turns) / len(turns)
+
+
+async def _their_turn(
+    server: VllmServer, requests: Sequence[Request], scratch: Path, turn: int
+) -> tuple[dict[str, float], tuple[float, ...]]:
+    """Return the figures of `vllm bench serve`, and when it sent."""
+    prompts, result = scratch / "prompts.jsonl", f"{turn}.json"
+    lines = [json.dumps({"prompt": one.prompt, "output_tokens": one.output_tokens}) for one in requests]
+    await asyncio.to_thread(prompts.write_text, "\n".join(lines))
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"),
+        *("--base-url", server.base_url, "--model", MODEL, "--tokenizer", str(server.model_folder)),
+        *("--dataset-name", "custom", "--dataset-path", str(prompts), "--custom-output-len", "-1"),
+        *("--skip-chat-template", "--disable-shuffle", "--num-prompts", str(len(requests))),
+        *("--request-rate", str(RATE_PER_S), "--seed", str(turn), "--ignore-eos", "--temperature", "0"),
+        *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "90", "--disable-tqdm"),
+        *("--save-result", "--save-detailed", "--result-dir", str(scratch), "--result-filename", result),
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *command, env=server.environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(), _BENCH_TIMEOUT_S)
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+    if process.returncode != 0:
+        raise RuntimeError(f"vllm bench serve failed: {said.decode(errors='replace')[-500:]}")
+    found = json.loads(await asyncio.to_thread((scratch / result).read_text))
+    if found["completed"] != len(requests):
+        raise RuntimeError(f"{found['completed']} of {len(requests)} requests were answered")
+    first = min(found["start_times"])
+    return {name: found[name] for name in _FIGURES}, tuple(at - first for at in found["start_times"])
+
+
+async def _our_turn(
+    server: VllmServer, requests: Sequence[Request], at_s: tuple[float, ...]
+) -> dict[str, float]:
+    from octavo.bench.load.arrivals import Replay
+    from octavo.bench.load.generator import Traffic, generate
+    from octavo.bench.load.summary import summarize
+    from octavo.bench.load.targets.openai import OpenAiConfig, OpenAiTarget
+
+    async with OpenAiTarget(OpenAiConfig(base_url=server.base_url, model=MODEL)) as target:
+        run = await generate(target, Traffic(requests=requests, arrivals=Replay(at_s)))
+    summary = summarize(run)
+    if summary.outcomes["ok"] != len(requests):
+        raise RuntimeError(f"not all requests were answered: {summary.outcomes}")
+    return {name: _ours(summary, where) for name, where in _FIGURES.items()}
+
+
+def _ours(summary: Summary, where: str | tuple[str, str]) -> float:
+    """Return a figure of ours: a rate as it is, a time in milliseconds."""
+    if isinstance(where, str):
+        return float(getattr(summary, where))
+    return 1000.0 * float(getattr(getattr(summary, where[0]), where[1]))
