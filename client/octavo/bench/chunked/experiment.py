@@ -105,7 +105,6 @@ class Comparison:
     @property
     def ratio(self) -> Interval | None:
         """P99 with chunks over P99 without; None when there are too few requests."""
-
         chunked, whole = (self.arms[name].gaps_s for name in ("chunked", "whole"))
         return quantile_ratio_interval(chunked, whole, _QUANTILE, seed=self.config.seed)
 
@@ -172,15 +171,7 @@ async def _long_alone_s(target: Target, corpus: Corpus, config: ChunkedConfig) -
 async def _turn(
     target: Target, corpus: Corpus, config: ChunkedConfig, every_s: float
 ) -> tuple[RunRecord, RunRecord]:
-    short = [
-        Request(
-            prompt=corpus.window(config.prompt_tokens),
-            prompt_tokens=config.prompt_tokens,
-            output_tokens=config.output_tokens,
-            kind="short",
-        )
-        for _ in range(-(-config.requests // config.repeats))
-    ]
+    short = [_short(corpus, config) for _ in range(-(-config.requests // config.repeats))]
     long = [_long(corpus, config) for _ in range(_MOST_LONG)]
     over = asyncio.Event()
 
@@ -192,7 +183,19 @@ async def _turn(
 
     arriving = Traffic(requests=long, arrivals=Even(1 / every_s))
     runs = await asyncio.gather(running(), generate(target, arriving, stop=over))
+    # A prompt that was cut off is computed until its step ends: that must not fall into the other arm's turn.
+    last = _short(corpus, config)
+    await generate(target, Traffic(requests=[last], arrivals=Closed(1)))
     return runs[0], runs[1]
+
+
+def _short(corpus: Corpus, config: ChunkedConfig) -> Request:
+    return Request(
+        prompt=corpus.window(config.prompt_tokens),
+        prompt_tokens=config.prompt_tokens,
+        output_tokens=config.output_tokens,
+        kind="short",
+    )
 
 
 def _long(corpus: Corpus, config: ChunkedConfig) -> Request:
