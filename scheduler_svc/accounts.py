@@ -10,18 +10,29 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
+import grpc
 import structlog
 from octavo.protocol.steps import Priority
 
 from scheduler_svc.core.effects import FinishChoice
 from scheduler_svc.core.events import NewRequest
+from scheduler_svc.errors import CODES
 from scheduler_svc.metrics import Metrics
+from scheduler_svc.recent import RecentTimes
 from scheduler_svc.tenants import Seat
 
 _log = structlog.get_logger()
 
 RATE_WINDOW_S: Final = 10.0
 _MAX_SAMPLES: Final = 100_000
+# Not the client's fault, and no bug: there was no room, no time, or nobody to do it.
+_FOR_LOAD: Final = frozenset(
+    {
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNAVAILABLE,
+    }
+)
 
 
 class Recent:
@@ -65,6 +76,8 @@ class Accounts:
         self.recent_output_tokens = Recent()
         self.recent_ttft_s = Recent()
         self.recent_queue_s = Recent()
+        self.recent_refusals = Recent()
+        self.recent_itl_s = RecentTimes()
 
     def open(self, transport: str) -> RequestRecord:
         """Account for an arrival."""
@@ -144,6 +157,8 @@ class RequestRecord:
         accounts.outcomes[outcome] += 1
         metrics, priority = accounts.metrics, self._priority.name.lower()
         metrics.outcomes.labels(self._model, priority, outcome).inc()
+        if self._ttft_s is None and CODES.get(outcome) in _FOR_LOAD:
+            accounts.recent_refusals.add(now, 1)
         if self.tenant:
             metrics.tenant_outcomes.labels(self.tenant, outcome).inc()
         if self.seat is not None:

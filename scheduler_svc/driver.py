@@ -233,6 +233,7 @@ class Driver:
                 self._give_up(live)
         for last_at, times in gaps.items():
             self._metrics.inter_token.observe(now - last_at, times)
+            self._accounts.recent_itl_s.add(now, now - last_at, times)
         self._metrics.output_tokens.inc(count)
         self._accounts.recent_output_tokens.add(now, count)
 

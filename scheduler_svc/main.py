@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, NoReturn
 
 import structlog
 from octavo.keys import KeyFile, KeyFileError
@@ -105,6 +105,18 @@ def _make_core(settings: SchedulerSettings) -> SchedulerCore:
     )
 
 
+def _watch(endless: Coroutine[Any, Any, NoReturn]) -> asyncio.Task[NoReturn]:
+    """Run something beside the driver; should a bug end it, the rest goes on, and the log says so."""
+
+    def ended(task: asyncio.Task[NoReturn]) -> None:
+        if not task.cancelled():
+            log.critical("watcher_died", task=endless.__qualname__, exc_info=task.exception())
+
+    task = asyncio.create_task(endless)
+    task.add_done_callback(ended)
+    return task
+
+
 class SchedulerProcess:
     """Everything of one scheduler, wired together. Made inside of an event loop."""
 
@@ -126,7 +138,7 @@ class SchedulerProcess:
         self._stop_cause = ""
         self._tasks: set[asyncio.Task[None]] = set()
         pins = PinBoard()
-        board = StatusBoard(
+        self._board = board = StatusBoard(
             self.scheduler_id,
             self.driver,
             self.accounts,
@@ -178,7 +190,9 @@ class SchedulerProcess:
         self.pool.start()
         self.fleet.start()
         driving = asyncio.create_task(self.driver.run())
-        watching = asyncio.create_task(self._key_file.run()) if self._key_file is not None else None
+        watching = [_watch(self._board.history.run())]
+        if self._key_file is not None:
+            watching.append(_watch(self._key_file.run()))
         log.info(
             "scheduler_listening",
             scheduler_id=self.scheduler_id,
@@ -200,8 +214,8 @@ class SchedulerProcess:
             await self.fleet.close()
             await self.pool.close()
             driving.cancel()
-            if watching is not None:
-                watching.cancel()
+            for task in watching:
+                task.cancel()
             close_metrics()
         log.info("scheduler_stopped", scheduler_id=self.scheduler_id)
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -54,8 +55,11 @@ class StatusService:
         self, request: operations_pb2.GetStatusRequest | Malformed, _: Context
     ) -> operations_pb2.GetStatusResponse:
         """Return the status of the moment."""
-        accept(request)
-        return operations_pb2.GetStatusResponse(status=self._board.status())
+        request = accept(request)
+        status = self._board.status()
+        if request.history:
+            status.history.extend(self._board.history.since(0.0))
+        return operations_pb2.GetStatusResponse(status=status)
 
     @answering
     async def watch_status(
@@ -68,10 +72,15 @@ class StatusService:
             raise ServiceError.invalid(
                 ("interval_ms", f"must be at least {_MIN_INTERVAL_MS}, got {interval_ms}")
             )
+        seen_until = 0.0 if request.history else math.inf
         while True:
             # Its key may be taken away meanwhile.
             self._access.check(_WATCH, context.invocation_metadata())
-            await context.write(operations_pb2.WatchStatusResponse(status=self._board.status()))
+            status = self._board.status()
+            status.history.extend(self._board.history.since(seen_until))
+            if status.history:
+                seen_until = status.history[-1].uptime_s
+            await context.write(operations_pb2.WatchStatusResponse(status=status))
             await asyncio.sleep(interval_ms / 1000)
 
     @answering

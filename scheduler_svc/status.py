@@ -14,6 +14,7 @@ from octavo.v1 import operations_pb2
 from scheduler_svc.accounts import RATE_WINDOW_S, Accounts, Recent
 from scheduler_svc.core.snapshot import CoreSnapshot, QueueSnapshot, WorkerSnapshot
 from scheduler_svc.driver import Driver
+from scheduler_svc.history import History
 from scheduler_svc.metrics import Metrics
 from scheduler_svc.tenants import Tenants, TenantState
 from scheduler_svc.worker_link import LinkStatus
@@ -41,6 +42,7 @@ class StatusBoard:
         self._links = links
         self._price_per_gpu_hour = price_per_gpu_hour
         self._started = accounts.clock()
+        self.history = History(self.status)
         self._bubble_s: dict[str, Recent] = {}
 
     def step(self, worker_id: str, timing: StepTiming) -> None:
@@ -102,6 +104,9 @@ class StatusBoard:
             ttft_p99_ms=accounts.recent_ttft_s.quantile(0.99, now) * 1000,
             queue_p50_ms=accounts.recent_queue_s.quantile(0.5, now) * 1000,
             queue_p99_ms=accounts.recent_queue_s.quantile(0.99, now) * 1000,
+            itl_p50_ms=accounts.recent_itl_s.quantile(0.5, now) * 1000,
+            itl_p99_ms=accounts.recent_itl_s.quantile(0.99, now) * 1000,
+            refused_per_s=accounts.recent_refusals.per_s(now),
         )
         if self._price_per_gpu_hour is not None and output_per_s > 0:
             rates.cost_per_1k_tokens = self._price_per_gpu_hour * workers / 3600 / output_per_s * 1000

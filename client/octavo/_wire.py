@@ -14,7 +14,7 @@ from octavo.keys import QUOTAS, Quotas
 from octavo.protocol.convert_sampling import sampling_to_proto
 from octavo.protocol.steps import Priority, TokenLogprobs
 from octavo.sampling import SamplingParams
-from octavo.status import PoolStatus, QueueStatus, Rates, Status, TenantStatus, WorkerStatus
+from octavo.status import HistoryPoint, PoolStatus, QueueStatus, Rates, Status, TenantStatus, WorkerStatus
 from octavo.types import (
     Accepted,
     BatchItem,
@@ -272,7 +272,6 @@ def model_info(message: pb.Model) -> ModelInfo:
 
 def status(message: operations_pb2.Status) -> Status:
     """Convert."""
-    rates = message.rates
     return Status(
         scheduler_id=message.scheduler_id,
         version=message.version,
@@ -293,18 +292,32 @@ def status(message: operations_pb2.Status) -> Status:
         outcomes=dict(message.outcomes),
         arrivals=message.arrivals,
         live_requests=message.live_requests,
-        rates=Rates(
-            requests_per_s=rates.requests_per_s,
-            prompt_tokens_per_s=rates.prompt_tokens_per_s,
-            output_tokens_per_s=rates.output_tokens_per_s,
-            ttft_p50_s=rates.ttft_p50_ms / 1000,
-            ttft_p99_s=rates.ttft_p99_ms / 1000,
-            queue_p50_s=rates.queue_p50_ms / 1000,
-            queue_p99_s=rates.queue_p99_ms / 1000,
-            cost_per_1k_tokens=rates.cost_per_1k_tokens if rates.HasField("cost_per_1k_tokens") else None,
+        rates=_rates(message.rates),
+        history=tuple(
+            HistoryPoint(
+                one.uptime_s, one.level, one.live_requests, one.waiting, one.running, _rates(one.rates)
+            )
+            for one in message.history
         ),
         tenants=tuple(_tenant(one) for one in message.tenants),
         key_file_problem=message.key_file_problem if message.HasField("key_file_problem") else None,
+    )
+
+
+def _rates(message: operations_pb2.Rates) -> Rates:
+    priced = message.HasField("cost_per_1k_tokens")
+    return Rates(
+        requests_per_s=message.requests_per_s,
+        prompt_tokens_per_s=message.prompt_tokens_per_s,
+        output_tokens_per_s=message.output_tokens_per_s,
+        ttft_p50_s=message.ttft_p50_ms / 1000,
+        ttft_p99_s=message.ttft_p99_ms / 1000,
+        queue_p50_s=message.queue_p50_ms / 1000,
+        queue_p99_s=message.queue_p99_ms / 1000,
+        cost_per_1k_tokens=message.cost_per_1k_tokens if priced else None,
+        itl_p50_s=message.itl_p50_ms / 1000,
+        itl_p99_s=message.itl_p99_ms / 1000,
+        refused_per_s=message.refused_per_s,
     )
 
 

@@ -256,15 +256,18 @@ class AsyncClient:
         answer = await self._core.unary(lambda on: on.generation.ListModels(request, metadata=on.metadata))
         return [_wire.model_info(model) for model in answer.models]
 
-    async def status(self) -> Status:
-        """Return what the scheduler is doing."""
-        request = operations_pb2.GetStatusRequest()
+    async def status(self, *, history: bool = False) -> Status:
+        """Return what the scheduler is doing; with `history`, also what it did in the last ten minutes."""
+        request = operations_pb2.GetStatusRequest(history=history)
         answer = await self._core.unary(lambda on: on.operations.GetStatus(request, metadata=on.metadata))
         return _wire.status(answer.status)
 
-    async def watch_status(self, interval: float = 1.0) -> AsyncGenerator[Status]:
-        """Yield a status now and then again each `interval` seconds, until the scheduler goes away."""
-        request = operations_pb2.WatchStatusRequest(interval_ms=round(interval * 1000))
+    async def watch_status(self, interval: float = 1.0, *, history: bool = False) -> AsyncGenerator[Status]:
+        """Yield a status now and then again each `interval` seconds, until the scheduler goes away.
+
+        With `history` the first one has that of the last ten minutes, and each that follows what is new.
+        """
+        request = operations_pb2.WatchStatusRequest(interval_ms=round(interval * 1000), history=history)
         connection = await self._core.endpoints.dial()
         try:
             rpc = connection.operations.WatchStatus(request, metadata=connection.metadata)

@@ -187,13 +187,13 @@ class Client:
         """Return the models that are served."""
         return self._thread.run(self._aio.models())
 
-    def status(self) -> Status:
-        """Return what the scheduler is doing."""
-        return self._thread.run(self._aio.status())
+    def status(self, *, history: bool = False) -> Status:
+        """Return what the scheduler is doing; with `history`, also what it did in the last ten minutes."""
+        return self._thread.run(self._aio.status(history=history))
 
-    def watch_status(self, interval: float = 1.0) -> Iterator[Status]:
-        """Yield a status now and then again each `interval` seconds, until the scheduler goes away."""
-        return self._iterate(self._aio.watch_status(interval))
+    def watch_status(self, interval: float = 1.0, *, history: bool = False) -> Iterator[Status]:
+        """Yield a status now and then again each `interval` seconds; see `AsyncClient.watch_status`."""
+        return self._iterate(self._aio.watch_status(interval, history=history))
 
     def drain(self, worker_id: str | None = None, *, grace: float | None = None) -> DrainResult:
         """Stop admitting: the whole scheduler, or one worker. What runs gets `grace` seconds to finish."""

@@ -95,6 +95,24 @@ class Rates:
     queue_p50_s: float
     queue_p99_s: float
     cost_per_1k_tokens: float | None
+    """Of output, from the configured price per GPU hour; None without one, and while nothing comes out."""
+    itl_p50_s: float = 0.0
+    """Between output tokens of a choice."""
+    itl_p99_s: float = 0.0
+    refused_per_s: float = 0.0
+    """Requests that ended without output for want of room, time or workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryPoint:
+    """The control loop at one moment."""
+
+    uptime_s: float
+    level: int
+    live_requests: int
+    waiting: int
+    running: int
+    rates: Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,5 +131,8 @@ class Status:
     live_requests: int
     rates: Rates
     tenants: tuple[TenantStatus, ...] = ()
+    history: tuple[HistoryPoint, ...] = ()
+    """Where it was asked for: the last ten minutes, one point each two seconds, oldest first. While
+    watching, those since the status before."""
     key_file_problem: str | None = None
     """Why the key file as it is now cannot be used; the last good one is in force."""

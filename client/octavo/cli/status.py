@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from octavo.cli import output, request
-from octavo.status import Status
+from octavo.cli.dashboard import LEVEL_COLOURS, LEVELS, control_loop
+from octavo.client import Client
+from octavo.status import HistoryPoint, Status
 
-LEVELS: Final = ("normal", "trim", "shed batch", "shed standard", "open")
-_LEVEL_COLOURS: Final = ("green", "yellow", "yellow", "red", "red")
 _STATE_COLOURS: Final = {"ready": "green", "draining": "yellow", "connecting": "yellow", "lost": "red"}
+_MAX_POINTS: Final = 300
+# The other screen of the terminal, without a cursor.
+_OPEN_SCREEN: Final = "\x1b[?1049h\x1b[?25l"
+_CLOSE_SCREEN: Final = "\x1b[?25h\x1b[?1049l"
 
 
 def configure(parser: argparse.ArgumentParser, name: str) -> None:
@@ -31,40 +38,63 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it and return the exit code."""
-    render = output.to_json if arguments.json else show
     with request.connect(arguments) as client:
-        if arguments.watch is None:
-            print(render(client.status()))
+        if arguments.json:
+            return _print_json(arguments.watch, client)
+        if not sys.stdout.isatty():
+            statuses = [client.status()] if arguments.watch is None else client.watch_status(arguments.watch)
+            for status in statuses:
+                print(show(status), flush=True)
             return 0
-        clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not arguments.json else ""
-        for status in client.watch_status(arguments.watch):
-            print(f"{clear}{render(status)}", flush=True)
+        if arguments.watch is None:
+            status = client.status(history=True)
+            print(show(status, status.history))
+            return 0
+        _follow(client, arguments.watch)
     return 0
 
 
-def show(status: Status) -> str:
-    """Return a status as people read it."""
+def _print_json(watch: float | None, client: Client) -> int:
+    if watch is None:
+        print(output.to_json(client.status(history=True)))
+        return 0
+    for status in client.watch_status(watch, history=True):
+        print(output.to_json(status), flush=True)
+    return 0
+
+
+def _follow(client: Client, interval: float) -> None:
+    """Show the status on the whole terminal, and leave that as it was."""
+    points: deque[HistoryPoint] = deque(maxlen=_MAX_POINTS)
+    sys.stdout.write(_OPEN_SCREEN)
+    try:
+        for status in client.watch_status(interval, history=True):
+            points.extend(status.history)
+            height = shutil.get_terminal_size((100, 40)).lines
+            lines = show(status, tuple(points)).splitlines()[: height - 1]
+            # Line by line over what was there: clearing it all first would flicker.
+            sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
+            sys.stdout.flush()
+    finally:
+        sys.stdout.write(_CLOSE_SCREEN)
+        sys.stdout.flush()
+
+
+def show(status: Status, points: Sequence[HistoryPoint] | None = None) -> str:
+    """Return a status as people read it; with points of its history, as they look at it."""
     state = "draining" if status.draining else f"level {status.level} ({LEVELS[status.level]})"
-    colour = "yellow" if status.draining else _LEVEL_COLOURS[status.level]
-    rates = status.rates
+    colour = "yellow" if status.draining else LEVEL_COLOURS[status.level]
     name = output.paint(status.scheduler_id, "bold")
     up, version = output.duration(status.uptime_s), status.version
-    live, arrivals, speed = status.live_requests, status.arrivals, rates.requests_per_s
-    tokens_in, tokens_out = rates.prompt_tokens_per_s, rates.output_tokens_per_s
-    ttft, ttft_p99 = output.duration(rates.ttft_p50_s), output.duration(rates.ttft_p99_s)
-    queued, queued_p99 = output.duration(rates.queue_p50_s), output.duration(rates.queue_p99_s)
+    live, arrivals, speed = status.live_requests, status.arrivals, status.rates.requests_per_s
     lines = [
         f"scheduler {name}  {output.paint(state, colour)}  up {up}  version {version}",
         f"requests  {live} live, {arrivals} so far, {speed:.1f} per second",
-        f"tokens    {tokens_in:.0f} in and {tokens_out:.0f} out per second",
-        f"waiting   first token after {ttft}, P99 {ttft_p99}; queued {queued}, P99 {queued_p99}",
     ]
-    if rates.cost_per_1k_tokens is not None:
-        lines.append(f"cost      {rates.cost_per_1k_tokens:.4f} per 1000 tokens")
+    lines += _rates(status) if points is None else ["", control_loop(status, points)]
     if status.key_file_problem is not None:
-        lines.append(
-            output.paint(f"key file  cannot be used, the last good one is: {status.key_file_problem}", "red")
-        )
+        problem = f"key file  cannot be used, the last good one is in force: {status.key_file_problem}"
+        lines.append(output.paint(problem, "red"))
     lines += ["", _workers(status)]
     if status.tenants and [tenant.tenant for tenant in status.tenants] != ["anonymous"]:
         lines += ["", _tenants(status)]
@@ -74,6 +104,22 @@ def show(status: Status) -> str:
         ended = sorted(status.outcomes.items(), key=lambda item: -item[1])
         lines += ["", "ended     " + ", ".join(f"{count} {reason}" for reason, count in ended)]
     return "\n".join(lines)
+
+
+def _rates(status: Status) -> list[str]:
+    rates, duration = status.rates, output.duration
+    ttft, ttft_p99 = duration(rates.ttft_p50_s), duration(rates.ttft_p99_s)
+    queued, queued_p99 = duration(rates.queue_p50_s), duration(rates.queue_p99_s)
+    lines = [
+        f"tokens    {rates.prompt_tokens_per_s:.0f} in and {rates.output_tokens_per_s:.0f} out per second",
+        f"waiting   first token after {ttft}, P99 {ttft_p99}; queued {queued}, P99 {queued_p99}",
+        f"pace      {duration(rates.itl_p50_s)} per token, P99 {duration(rates.itl_p99_s)}",
+    ]
+    if rates.refused_per_s:
+        lines.append(f"refused   {rates.refused_per_s:.1f} per second")
+    if rates.cost_per_1k_tokens is not None:
+        lines.append(f"cost      {rates.cost_per_1k_tokens:.4f} per 1000 tokens")
+    return lines
 
 
 def _workers(status: Status) -> str:

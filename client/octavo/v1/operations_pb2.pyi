@@ -333,7 +333,7 @@ class HistoryPoint(google.protobuf.message.Message):
     uptime_s: builtins.float
     """Since the scheduler started, as in `Status`."""
     level: builtins.int
-    """Degradation level, the highest since the point before."""
+    """Degradation level."""
     live_requests: builtins.int
     waiting: builtins.int
     """Sequences that wait, and that run."""
@@ -406,12 +406,14 @@ class Rates(google.protobuf.message.Message):
     queue_p50_ms: builtins.float
     queue_p99_ms: builtins.float
     cost_per_1k_tokens: builtins.float
-    """In the configured currency, from the configured price per GPU hour."""
+    """Of 1000 output tokens, in the configured currency, from the configured price per GPU hour. Absent
+    without a price, and while nothing comes out.
+    """
     itl_p50_ms: builtins.float
     """Between output tokens of a choice."""
     itl_p99_ms: builtins.float
     refused_per_s: builtins.float
-    """Requests that ended without output: refused, or out of time in the queue."""
+    """Requests that ended without output for want of room, time or workers."""
     def __init__(
         self,
         *,

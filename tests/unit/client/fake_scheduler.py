@@ -82,15 +82,38 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
     )
 
     async def GetStatus(  # noqa: N802 # named by the contract
-        self, request: object, context: object
+        self, request: operations_pb2.GetStatusRequest, context: object
     ) -> operations_pb2.GetStatusResponse:
-        return operations_pb2.GetStatusResponse(status=self.status)
+        status = operations_pb2.Status()
+        status.CopyFrom(self.status)
+        if request.history:
+            status.history.extend(self._points(3600, 3725))
+        return operations_pb2.GetStatusResponse(status=status)
 
     async def WatchStatus(  # noqa: N802 # named by the contract
         self, request: operations_pb2.WatchStatusRequest, context: object
     ) -> AsyncIterator[operations_pb2.WatchStatusResponse]:
-        for _ in range(3):
-            yield operations_pb2.WatchStatusResponse(status=self.status)
+        for second in range(3):
+            status = operations_pb2.Status()
+            status.CopyFrom(self.status)
+            if request.history:
+                status.history.extend(self._points(3600, 3725) if second == 0 else self._points(3724, 3725))
+            yield operations_pb2.WatchStatusResponse(status=status)
+
+    @staticmethod
+    def _points(start: int, stop: int) -> list[operations_pb2.HistoryPoint]:
+        """A load that rises, with its level and its cost."""
+        return [
+            operations_pb2.HistoryPoint(
+                uptime_s=second,
+                level=(second - 3600) // 40,
+                waiting=second - 3600,
+                rates=operations_pb2.Rates(
+                    requests_per_s=second % 7, ttft_p99_ms=10 * (second - 3600), cost_per_1k_tokens=0.002
+                ),
+            )
+            for second in range(start, stop)
+        ]
 
     async def Drain(  # noqa: N802 # named by the contract
         self, request: operations_pb2.DrainRequest, context: object

@@ -110,6 +110,7 @@ def test_status_json_and_watch_print_each_status(threaded: ThreadedScheduler, ca
 
     documents = capsys.readouterr().out.split("\n{")
     assert len(documents) == 3
+    assert len(json.loads(documents[0])["history"]) == 125
     assert json.loads(documents[0])["workers"][0]["pool"]["active"] == 10
 
 
