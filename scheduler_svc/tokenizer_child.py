@@ -26,9 +26,12 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Say that we listen, then answer jobs until there are no more."""
     models: dict[str, TextModel] = {}
     _send(replies, None)
-    while header := requests.read(HEADER.size):
+    # A parent that is killed may leave half a job behind.
+    while len(header := requests.read(HEADER.size)) == HEADER.size:
         (size,) = HEADER.unpack(header)
-        message: TextSpec | Job = pickle.loads(requests.read(size))  # noqa: S301 - from our parent
+        if len(data := requests.read(size)) < size:
+            return
+        message: TextSpec | Job = pickle.loads(data)  # noqa: S301 - from our parent
         _send(replies, _answer(models, message))
 
 
@@ -61,7 +64,11 @@ def main() -> None:
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # Whatever a library prints must not end up between the replies.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(sys.stdin.buffer, replies)
+    try:
+        serve(sys.stdin.buffer, replies)
+    except BrokenPipeError:
+        # The parent was killed. There is nobody to tell, and no buffer to flush into a pipe without a reader.
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
+import sys
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,6 +17,7 @@ from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.tokenization import Decode, EncodeChat, Encoded, EncodeText, KeySpec, TakeTokens, TextSpec
+from scheduler_svc.tokenizer_child import HEADER
 from scheduler_svc.tokenizer_pool import TokenizerPool
 from worker_svc.runner.sim import byte_level_tokenizer
 
@@ -54,6 +57,31 @@ async def test_text_becomes_tokens_and_keys(pool: TokenizerPool) -> None:
     packed = pb.TokenIds(ids=ids).SerializeToString()
     assert ids_of(await pool.encode(TakeTokens("m", packed, KEYS), 40)) == ids
     assert await pool.decode(Decode("m", packed, keep_special=False)) == "x" * 40
+
+
+@pytest.mark.parametrize(
+    ("when", "sent"),
+    [("before it listens", None), ("before it answers", None), ("in a header", 5), ("in a job", 100)],
+)
+async def test_child_of_a_parent_that_was_killed_ends_without_a_word(when: str, sent: int | None) -> None:
+    """What it says would end up between the lines of the parent's log."""
+    replies, theirs = os.pipe()
+    child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "scheduler_svc.tokenizer_child",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=theirs,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    os.close(theirs)
+    if when != "before it listens":
+        await asyncio.to_thread(os.read, replies, 1)
+    os.close(replies)
+    data = pickle.dumps(SPEC)
+    _, said = await child.communicate((HEADER.pack(len(data)) + data)[:sent])
+    assert said == b""
+    assert child.returncode == 0
 
 
 async def test_bos_is_put_before_text_once(pool: TokenizerPool) -> None:
