@@ -89,7 +89,7 @@ class Intake:
             record.end("INTERNAL")
             raise ServiceError("INTERNAL", "the scheduler failed to take the request") from None
         except BaseException:
-            record.end("CANCELLED")
+            record.end("SLOW_CONSUMER" if stream.outbox.cut else "CANCELLED")
             raise
         live.on_end = on_end
         record.admitted(admitted.request)

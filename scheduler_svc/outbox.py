@@ -3,15 +3,22 @@
 The driver fills an outbox once per step and never waits for it; the stream's handler empties it as
 fast as the client reads. While a client is behind, new tokens are added to the deltas that wait, so
 what waits grows with the text and not with the number of steps. Past a limit the stream is cut.
+
+A message that gRPC has taken stays in its memory until the client reads it, or is gone, also when the
+stream was cut. So no message is larger than a client that reads nothing may cost.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import deque
+from typing import Final
 
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
+
+_MAX_MESSAGE_BYTES: Final = 128 * 1024
 
 
 class Outbox(ABC):
@@ -41,10 +48,11 @@ class Outbox(ABC):
         """Wait until there is something to take."""
         await self._ready.wait()
 
-    def _taken(self) -> None:
-        self._ready.clear()
-        self._size_bytes = 0
+    def _taken(self, size_bytes: int, *, more: bool) -> None:
+        self._size_bytes -= size_bytes
         self.batch += 1
+        if not more:
+            self._ready.clear()
 
     @abstractmethod
     def accepted(self, request_id: str) -> pb.Accepted:
@@ -75,7 +83,7 @@ class GenerateOutbox(Outbox):
     def take(self) -> list[pb.GenerateEvent]:
         """Return what waits."""
         events, self._events = self._events, []
-        self._taken()
+        self._taken(self._size_bytes, more=False)
         return events
 
     def accepted(self, request_id: str) -> pb.Accepted:
@@ -111,18 +119,36 @@ class SessionOutbox(Outbox):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(limit_bytes)
+        self._full: deque[tuple[pb.SessionEvent, int]] = deque()
+        """Messages to which nothing is added any more, and their sizes."""
+        self._full_bytes = 0
         self._message = pb.SessionEvent()
 
+    def grow(self, size_bytes: int) -> None:
+        """Account for output that was added; begin another message when this one is large enough."""
+        super().grow(size_bytes)
+        size_bytes = self._size_bytes - self._full_bytes
+        if size_bytes > _MAX_MESSAGE_BYTES:
+            self._full.append((self._message, size_bytes))
+            self._full_bytes += size_bytes
+            self._message = pb.SessionEvent()
+            self.batch += 1
+
     def take(self) -> pb.SessionEvent:
-        """Return what waits."""
-        message, self._message = self._message, pb.SessionEvent()
-        self._taken()
+        """Return the message that waits, or the first of several."""
+        if self._full:
+            message, size_bytes = self._full.popleft()
+            self._full_bytes -= size_bytes
+        else:
+            message, size_bytes = self._message, self._size_bytes
+            self._message = pb.SessionEvent()
+        self._taken(size_bytes, more=self.pending)
         return message
 
     @property
     def pending(self) -> bool:
         """Whether something waits."""
-        return bool(self._message.events) or self._message.credits > 0
+        return bool(self._full) or bool(self._message.events) or self._message.credits > 0
 
     def grant(self, credits_: int) -> None:
         """Let the client send this many more requests."""

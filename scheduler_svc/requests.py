@@ -22,6 +22,7 @@ from scheduler_svc.stop_strings import StopMatcher, StopStrings
 # A delta that waits for its client takes more text up to this size; then another one is begun, since
 # adding to a text copies it.
 _MAX_DELTA_CHARS: Final = 4096
+_MAX_DELTA_TOKENS: Final = 512
 _EVENT_BYTES: Final = 64
 _LOGPROBS_BYTES: Final = 32
 
@@ -187,7 +188,13 @@ class LiveRequest:
         outbox = self._outbox
         delta = choice.delta
         size = len(text)
-        if choice.batch != outbox.batch or delta is None or len(delta.text) + size > _MAX_DELTA_CHARS:
+        if (
+            choice.batch != outbox.batch
+            or delta is None
+            or len(delta.text) + size > _MAX_DELTA_CHARS
+            or len(delta.token_ids) > _MAX_DELTA_TOKENS
+            or len(delta.logprobs) > _MAX_DELTA_TOKENS
+        ):
             delta = choice.delta = outbox.delta(self.request_id)
             choice.batch = outbox.batch
             delta.choice = choice.index

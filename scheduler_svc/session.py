@@ -140,7 +140,7 @@ class Session:
         """An admission is over: cancelled perhaps before it began, failed, or the request is live."""
         error: BaseException | None = None
         if task.cancelled():
-            record.end("CANCELLED")
+            record.end("SLOW_CONSUMER" if self._outbox.cut else "CANCELLED")
             error = ServiceError("CANCELLED", "cancelled by the client")
         else:
             error = task.exception()
