@@ -105,12 +105,12 @@ def _make_core(settings: SchedulerSettings) -> SchedulerCore:
     )
 
 
-def _watch(endless: Coroutine[Any, Any, NoReturn]) -> asyncio.Task[NoReturn]:
+def _watch(name: str, endless: Coroutine[Any, Any, NoReturn]) -> asyncio.Task[NoReturn]:
     """Run something beside the driver; should a bug end it, the rest goes on, and the log says so."""
 
     def ended(task: asyncio.Task[NoReturn]) -> None:
         if not task.cancelled():
-            log.critical("watcher_died", task=endless.__qualname__, exc_info=task.exception())
+            log.critical("watcher_died", task=name, exc_info=task.exception())
 
     task = asyncio.create_task(endless)
     task.add_done_callback(ended)
@@ -190,9 +190,9 @@ class SchedulerProcess:
         self.pool.start()
         self.fleet.start()
         driving = asyncio.create_task(self.driver.run())
-        watching = [_watch(self._board.history.run())]
+        watching = [_watch("history", self._board.history.run())]
         if self._key_file is not None:
-            watching.append(_watch(self._key_file.run()))
+            watching.append(_watch("key_file", self._key_file.run()))
         log.info(
             "scheduler_listening",
             scheduler_id=self.scheduler_id,

@@ -14,6 +14,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,16 @@ from octavo.protocol.steps import KEY_BYTES, Geometry, PoolReport, Priority
 from octavo.sampling import SamplingParams
 from octavo.v1 import planlog_pb2
 
-from scheduler_svc.core import CoreConfig, LogEvent, NewRequest, SchedulerCore, StaticConfig, WorkerInfo
+from scheduler_svc.core import (
+    CoreConfig,
+    Effect,
+    FinishChoice,
+    LogEvent,
+    NewRequest,
+    SchedulerCore,
+    StaticConfig,
+    WorkerInfo,
+)
 from scheduler_svc.planlog import (
     PlanLogError,
     PlanLogReader,
@@ -90,6 +100,22 @@ def recording(path: Path, config: CoreConfig | None = None, **limits: int) -> It
         yield core
     finally:
         core.close()
+
+
+class Order:
+    """Observes in which order requests end."""
+
+    def __init__(self) -> None:
+        self.finished: list[str] = []
+
+    def before(self, core: SchedulerCore, entry: planlog_pb2.PlanLogEntry) -> None:
+        """Nothing."""
+
+    def passed_over(self) -> None:
+        """Nothing."""
+
+    def after(self, core: SchedulerCore, entry: planlog_pb2.PlanLogEntry, effects: list[Effect]) -> None:
+        self.finished += [one.request_id for one in effects if isinstance(one, FinishChoice)]
 
 
 @pytest.fixture
@@ -183,6 +209,29 @@ def test_replay_of_the_static_arm_makes_the_same_plans(tmp_path: Path) -> None:
     result = replay(tmp_path / "plan.log")
     assert result.plans > 20
     assert not result.differs
+
+
+def test_replay_knows_the_weights_of_tenants_at_each_moment(tmp_path: Path) -> None:
+    path = tmp_path / "plan.log"
+    worker = SimWorkerConfig(worker_id="w0", step_times=StepTimes.builtin(), num_blocks=64, max_num_seqs=1)
+    admitted: list[list[str]] = []
+    for weights in ({"b": 9.0}, {"a": 9.0}):
+        with recording(path, CoreConfig(policy="fair", max_waiting_requests=1000)) as core:
+            cell = Cell(core, [worker])
+            core.weigh_tenants({"a": 9.0}, 0.0)
+            for number in range(40):
+                spec = replace(request(number, max_tokens=4), tenant="ab"[number % 2])
+                cell.submit_at(1.0, spec)
+            cell.loop.run(until=1.5)
+            core.weigh_tenants(weights, 1.5)
+            cell.loop.run(until=60.0)
+        result = replay(path)
+        assert not result.differs
+        assert result.events["tenant_weights"] == 2
+        story = Order()
+        replay(path, story)
+        admitted.append(story.finished)
+    assert admitted[0] != admitted[1], "the weights make no difference, so nothing was tested"
 
 
 def test_replay_does_not_depend_on_the_order_of_hashes(tmp_path: Path) -> None:
