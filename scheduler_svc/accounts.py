@@ -6,20 +6,23 @@ request and however early.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import grpc
 import structlog
 from octavo.protocol.steps import Priority
 
-from scheduler_svc.core.effects import FinishChoice
-from scheduler_svc.core.events import NewRequest
+from scheduler_svc.core.effects import Accepted, FinishChoice
 from scheduler_svc.errors import CODES
 from scheduler_svc.metrics import Metrics
 from scheduler_svc.recent import RecentTimes
 from scheduler_svc.tenants import Seat
+
+if TYPE_CHECKING:
+    from scheduler_svc.admission import Admitted
 
 _log = structlog.get_logger()
 
@@ -33,6 +36,7 @@ _FOR_LOAD: Final = frozenset(
         grpc.StatusCode.UNAVAILABLE,
     }
 )
+_REFUSALS_LOGGED_EVERY_S: Final = 1.0
 
 
 class Recent:
@@ -52,14 +56,32 @@ class Recent:
         """Return the values, oldest first."""
         return [value for at, value in self._samples if at >= now - RATE_WINDOW_S]
 
-    def per_s(self, now: float) -> float:
-        """Return their sum per second."""
-        return sum(self.values(now)) / RATE_WINDOW_S
-
     def quantile(self, share: float, now: float) -> float:
         """Return a quantile, 0 when there are no values."""
         values = sorted(self.values(now))
         return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+class RecentSum:
+    """A sum over the last ten seconds, kept by tenths: however much is added, it does not grow."""
+
+    def __init__(self) -> None:
+        self._sums: deque[tuple[int, float]] = deque()
+
+    def add(self, now: float, value: float) -> None:
+        """Take a value."""
+        tenth, sums = int(now * 10), self._sums
+        if sums and sums[-1][0] == tenth:
+            sums[-1] = (tenth, sums[-1][1] + value)
+            return
+        sums.append((tenth, value))
+        while sums[0][0] < tenth - 10 * RATE_WINDOW_S:
+            sums.popleft()
+
+    def per_s(self, now: float) -> float:
+        """Return the sum per second."""
+        since = int(now * 10) - 10 * RATE_WINDOW_S
+        return sum(value for tenth, value in self._sums if tenth >= since) / RATE_WINDOW_S
 
 
 class Accounts:
@@ -71,12 +93,14 @@ class Accounts:
         self.arrivals = 0
         self.live = 0
         self.outcomes: Counter[str] = Counter()
-        self.recent_requests = Recent()
-        self.recent_prompt_tokens = Recent()
-        self.recent_output_tokens = Recent()
+        self._refusals: Counter[str] = Counter()
+        """Refused for load since they were last logged."""
+        self.recent_requests = RecentSum()
+        self.recent_prompt_tokens = RecentSum()
+        self.recent_output_tokens = RecentSum()
         self.recent_ttft_s = Recent()
         self.recent_queue_s = Recent()
-        self.recent_refusals = Recent()
+        self.recent_refusals = RecentSum()
         self.recent_itl_s = RecentTimes()
 
     def open(self, transport: str) -> RequestRecord:
@@ -87,6 +111,22 @@ class Accounts:
         now = self.clock()
         self.recent_requests.add(now, 1)
         return RequestRecord(self, transport, now)
+
+    def refused(self, transport: str, priority: int, reason: str) -> None:
+        """Account for an arrival that there is no room for: counters, and one log line a second for all."""
+        self.arrivals += 1
+        self.outcomes[reason] += 1
+        now = self.clock()
+        self.recent_requests.add(now, 1)
+        self.recent_refusals.add(now, 1)
+        self.metrics.refused(transport, priority, reason)
+        if not self._refusals:
+            asyncio.get_running_loop().call_later(_REFUSALS_LOGGED_EVERY_S, self._log_refusals)
+        self._refusals[reason] += 1
+
+    def _log_refusals(self) -> None:
+        refusals, self._refusals = self._refusals, Counter()
+        _log.info("requests_refused", **refusals)
 
 
 class RequestRecord:
@@ -108,13 +148,20 @@ class RequestRecord:
         self._completion_tokens = 0
         self._resumed_tokens = 0
         self._choices = 0
+        self._trimmed_tokens = 0
+        self._expected: Accepted | None = None
+        self._accepted_at = now
         self._ttft_s: float | None = None
         self._finish: FinishChoice | None = None
         self._ended = False
 
-    def admitted(self, request: NewRequest) -> None:
+    def admitted(self, admitted: Admitted) -> None:
         """The request is known to be right, and goes to the core."""
-        accounts, now = self._accounts, self._accounts.clock()
+        accounts, now, request = self._accounts, self._accounts.clock(), admitted.request
+        self._trimmed_tokens = admitted.trimmed_tokens
+        accounts.metrics.trimmed_tokens.inc(admitted.trimmed_tokens)
+        if admitted.clamped_max_tokens is not None:
+            accounts.metrics.clamped.inc()
         self._model = request.model
         self._priority = request.priority
         self._prompt_tokens = len(request.prompt_token_ids)
@@ -125,10 +172,18 @@ class RequestRecord:
         accounts.metrics.prompt_tokens.inc(self._prompt_tokens)
         accounts.recent_prompt_tokens.add(now, self._prompt_tokens)
 
+    def accepted(self, accepted: Accepted) -> None:
+        """The core has taken the request, and says what it expects."""
+        self._expected = accepted
+        self._accepted_at = self._accounts.clock()
+
     def first_token(self, now: float) -> None:
         """A choice has its first token."""
         if self._ttft_s is None:
             self._ttft_s = now - self.arrival
+            if self._expected is not None and self._expected.estimated_ttft_s is not None:
+                error_s = now - self._accepted_at - self._expected.estimated_ttft_s
+                self._accounts.metrics.prediction_error.labels("ttft").observe(error_s)
             self._accounts.recent_ttft_s.add(now, self._ttft_s)
             if self.seat is not None:
                 self.seat.started(now)
@@ -171,6 +226,9 @@ class RequestRecord:
             queue_s = self._finish.timings.queue_s
             metrics.queue.labels(priority).observe(queue_s)
             accounts.recent_queue_s.add(now, queue_s)
+            if self._expected is not None and self._expected.estimated_wait_s is not None:
+                error_s = queue_s - self._expected.estimated_wait_s
+                metrics.prediction_error.labels("wait").observe(error_s)
         self._log(outcome, now)
 
     def _computed(self) -> tuple[int, int]:
@@ -192,6 +250,8 @@ class RequestRecord:
             priority=self._priority.name.lower(),
             choices=self._choices,
             prompt_tokens=self._prompt_tokens,
+            trimmed_tokens=self._trimmed_tokens,
+            degradation_level=self._expected.level if self._expected is not None else None,
             cached_tokens=self._cached_tokens,
             completion_tokens=self._completion_tokens,
             queue_ms=_ms(timings.queue_s) if timings is not None else None,

@@ -12,7 +12,6 @@ from typing import Final
 
 from octavo.protocol.convert import keys_from_proto
 from octavo.protocol.keys import root_key
-from octavo.protocol.steps import Priority
 from octavo.sampling import SamplingParams
 
 from scheduler_svc.calls import ChatPrompt, GenerateCall, ServiceTerms, TextPrompt
@@ -20,9 +19,11 @@ from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.convert import Violations
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.errors import ServiceError
+from scheduler_svc.load import LoadGate
 from scheduler_svc.models import Model, ModelRegistry, Target
 from scheduler_svc.tokenization import EncodeChat, Encoded, EncodeText, KeySpec, TakeTokens
 from scheduler_svc.tokenizer_pool import TokenizerPool
+from scheduler_svc.trimming import TrimSpec
 
 # Making Python integers of this many tokens takes a few hundred microseconds.
 _SLICE_TOKENS: Final = 8192
@@ -48,20 +49,22 @@ class Admitted:
 
     request: NewRequest
     model: Model
+    trimmed_tokens: int = 0
+    """Prompt tokens that were cut away under load."""
+    clamped_max_tokens: int | None = None
+    """max_tokens in force, when it was lowered."""
 
 
 class Admission:
     """Tokenizes requests, fills in defaults and checks what depends on the model."""
 
-    def __init__(self, models: ModelRegistry, pool: TokenizerPool, settings: SchedulerSettings) -> None:
+    def __init__(
+        self, models: ModelRegistry, pool: TokenizerPool, gate: LoadGate, settings: SchedulerSettings
+    ) -> None:
         self._models = models
         self._pool = pool
+        self.gate = gate
         self._salt_secret = settings.cache_secret.get_secret_value().encode()
-        self._queue_timeout_s = {
-            Priority.INTERACTIVE: settings.queue_timeout_interactive_s,
-            Priority.STANDARD: settings.queue_timeout_standard_s,
-            Priority.BATCH: settings.queue_timeout_batch_s,
-        }
 
     async def admit(self, call: GenerateCall, arrival: Arrival) -> Admitted:
         """Return the request for the core.
@@ -72,9 +75,14 @@ class Admission:
         target = self._models.find(call.model)
         model = target.model
         root = self.root_key(target, arrival.tenant, call.terms.cache_salt)
-        encoded = await self._encode(call, model, KeySpec(root, model.block_size))
+        limits = self.gate.limits(call, model)
+        trim = limits.trim if limits is not None else None
+        encoded = await self._encode(call, model, KeySpec(root, model.block_size), trim)
         prompt = await _unpack(encoded.token_ids)
-        sampling = _resolve(call, model, len(prompt))
+        resolved = _resolve(call, model, len(prompt))
+        sampling = _clamp(resolved, limits.max_tokens if limits is not None else None)
+        wanted = call.sampling.max_tokens or resolved.max_tokens
+        lowered = call.terms.may_trim and sampling.max_tokens != wanted
         return Admitted(
             NewRequest(
                 request_id=arrival.core_id,
@@ -88,11 +96,14 @@ class Admission:
                 resumed={choice: resumed.token_ids for choice, resumed in call.resumed.items()},
                 paced=arrival.paced,
                 adapter=target.adapter,
+                may_shed=call.terms.may_shed,
                 queue_deadline=self._queue_deadline(call.terms, arrival),
                 ttft_deadline=_after(arrival.at, call.terms.ttft_deadline_s),
                 deadline=_deadline(call.terms, arrival),
             ),
             model,
+            trimmed_tokens=encoded.trimmed_tokens,
+            clamped_max_tokens=sampling.max_tokens if lowered else None,
         )
 
     async def encode(self, job: EncodeChat | EncodeText | TakeTokens, size_bytes: int) -> Encoded:
@@ -110,20 +121,22 @@ class Admission:
         model = target.model
         return root_key(model.revision, target.adapter or "", model.kv_dtype, model.block_size, salt)
 
-    async def _encode(self, call: GenerateCall, model: Model, keys: KeySpec) -> Encoded:
+    async def _encode(
+        self, call: GenerateCall, model: Model, keys: KeySpec, trim: TrimSpec | None
+    ) -> Encoded:
         match call.prompt:
             case TextPrompt(text):
-                return await self.encode(EncodeText(model.text_key, text, keys=keys), len(text))
+                return await self.encode(EncodeText(model.text_key, text, keys=keys, trim=trim), len(text))
             case ChatPrompt(packed):
-                return await self.encode(EncodeChat(model.text_key, packed, keys), len(packed))
+                return await self.encode(EncodeChat(model.text_key, packed, keys, trim=trim), len(packed))
             case _:
                 packed = call.prompt.packed
-                return await self.encode(TakeTokens(model.text_key, packed, keys), len(packed))
+                return await self.encode(TakeTokens(model.text_key, packed, keys, trim), len(packed))
 
     def _queue_deadline(self, terms: ServiceTerms, arrival: Arrival) -> float | None:
         timeout_s = terms.queue_timeout_s
         if timeout_s is None:
-            timeout_s = self._queue_timeout_s[terms.priority]
+            timeout_s = self.gate.queue_timeout_s[terms.priority]
         return _after(arrival.at, timeout_s)
 
 
@@ -154,7 +167,7 @@ def _resolve(call: GenerateCall, model: Model, prompt_tokens: int) -> SamplingPa
     violations: Violations = []
     left = model.max_model_len - prompt_tokens
     max_tokens = min(sampling.max_tokens, left) if sampling.max_tokens is not None else left
-    if call.sampling.max_tokens is not None and call.sampling.max_tokens > left:
+    if call.sampling.max_tokens is not None and call.sampling.max_tokens > left and not call.terms.may_trim:
         context = f"the prompt has {prompt_tokens} tokens and the context holds {model.max_model_len}"
         problem = f"must be at most {left}: {context}, got {call.sampling.max_tokens}"
         violations.append(("sampling.max_tokens", problem))
@@ -180,3 +193,10 @@ def _resolve(call: GenerateCall, model: Model, prompt_tokens: int) -> SamplingPa
         raise ServiceError.invalid(*violations)
     seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
     return replace(sampling, max_tokens=max_tokens, seed=seed)
+
+
+def _clamp(sampling: SamplingParams, most: int | None) -> SamplingParams:
+    """Return sampling with max_tokens lowered to `most`, or to min_tokens where that is more."""
+    if most is None or sampling.max_tokens is None or sampling.max_tokens <= most:
+        return sampling
+    return replace(sampling, max_tokens=min(sampling.max_tokens, max(1, most, sampling.min_tokens or 0)))

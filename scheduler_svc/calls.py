@@ -39,6 +39,12 @@ class ServiceTerms:
     ttft_deadline_s: float | None = None
     deadline_s: float | None = None
     cache_salt: str = ""
+    may_trim: bool = False
+    """The prompt may be shortened and max_tokens lowered under load."""
+    keep_head_tokens: int = 0
+    keep_tail_tokens: int = 0
+    may_shed: bool = False
+    """It may be refused before others under load."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
+from octavo.protocol.steps import Priority
 from pydantic import Field, SecretStr, StringConstraints, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
@@ -22,6 +23,7 @@ from pydantic_settings import (
 )
 
 from scheduler_svc.core.config import CoreConfig, StaticConfig
+from scheduler_svc.core.overload import OverloadConfig
 
 ENV_PREFIX: Final = "OCTAVO_SCHEDULER_"
 TOML_TABLE: Final = "scheduler"
@@ -32,6 +34,8 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 Grace = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Thresholds = Annotated[tuple[float | None, float | None, float | None, float | None], NoDecode]
+Range = Annotated[tuple[Count, Count], NoDecode]
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=128)]
 
 
@@ -94,7 +98,39 @@ class SchedulerSettings(BaseSettings):
 
     # How much to take, and for how long
     max_waiting_requests: Count = Field(500, description="requests that may wait; more are refused")
-    max_waiting_tokens: Count | None = Field(None, description="prompt tokens that may wait")
+    max_waiting_tokens: Count | None = Field(
+        1 << 20, description="prompt tokens that may wait, or `none`; what waits already does not leave"
+    )
+    overload_control: bool = Field(
+        True,
+        description="under load, degrade by levels (1 trims what may be trimmed, 2 refuses the batch class, "
+        "3 all but the interactive one, 4 everything), and refuse at once what cannot meet its deadline",
+    )
+    level_backlog: Thresholds = Field(
+        (0.5, 0.7, 0.85, 0.95),
+        description="backlog over the queue's bounds that leads to levels 1 to 4, separated by commas; "
+        "`none` where it leads to no level",
+    )
+    level_wait: Thresholds = Field(
+        (0.5, 0.75, 0.9, None), description="the same for the predicted wait over the class's queue timeout"
+    )
+    level_misses: Thresholds = Field(
+        (0.1, 0.25, 0.5, 0.8),
+        description="the same for the share of accepted requests that miss a deadline before a first token",
+    )
+    level_dwell_s: Seconds = Field(1.5, description="least time in a level before the next lower one")
+    shed_prompt_tokens: Count = Field(
+        1024, description="from level 2 on, longer prompts of requests that may be shed are refused"
+    )
+    trim_prompt_tokens: Range = Field(
+        (2048, 256),
+        description="from level 1 on, prompts that may be trimmed are cut to so many tokens: "
+        "at the least and at the full backlog",
+    )
+    trim_max_tokens: Range = Field((512, 64), description="the same for max_tokens of these requests")
+    breaker_stall_s: Seconds = Field(
+        10.0, description="with work and no report for this long, the breaker opens"
+    )
     queue_timeout_interactive_s: Grace | None = Field(
         1.5, description="longest wait of the interactive class, unless a request says otherwise; or `none`"
     )
@@ -162,12 +198,28 @@ class SchedulerSettings(BaseSettings):
                 timeout_s=self.static_timeout_s,
                 bucket_bounds=self.static_buckets,
             )
+        overload = OverloadConfig(
+            backlog=self.level_backlog,
+            wait=self.level_wait,
+            misses=self.level_misses,
+            dwell_s=self.level_dwell_s,
+            stall_s=self.breaker_stall_s,
+            queue_timeout_s={
+                Priority.INTERACTIVE: self.queue_timeout_interactive_s,
+                Priority.STANDARD: self.queue_timeout_standard_s,
+                Priority.BATCH: self.queue_timeout_batch_s,
+            },
+            shed_prompt_tokens=self.shed_prompt_tokens,
+            trim_prompt_tokens=self.trim_prompt_tokens,
+            trim_max_tokens=self.trim_max_tokens,
+        )
         return CoreConfig(
             policy=self.policy,
             static=static,
             window=self.window,
             max_waiting_requests=self.max_waiting_requests,
             max_waiting_tokens=self.max_waiting_tokens,
+            overload=overload if self.overload_control else None,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_partial_prefills=self.max_partial_prefills,
@@ -188,13 +240,30 @@ class SchedulerSettings(BaseSettings):
             check_address("workers", worker.removeprefix("dns:"))
         return self
 
-    @field_validator("workers", "static_buckets", mode="before")
+    @field_validator("workers", "static_buckets", "trim_prompt_tokens", "trim_max_tokens", mode="before")
     @classmethod
     def _from_commas(cls, value: object) -> object:
         return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
+    @field_validator("level_backlog", "level_wait", "level_misses", mode="before")
+    @classmethod
+    def _thresholds(cls, value: object) -> object:
+        parts = value.split(",") if isinstance(value, str) else value
+        return (
+            [None if part == "none" else part for part in parts] if isinstance(parts, list | tuple) else parts
+        )
+
+    @field_validator("level_backlog", "level_wait", "level_misses", mode="after")
+    @classmethod
+    def _ascending(cls, value: tuple[float | None, ...]) -> tuple[float | None, ...]:
+        given = [threshold for threshold in value if threshold is not None]
+        if given != sorted(given) or any(threshold <= 0 for threshold in given):
+            raise ValueError("must be positive and ascending")
+        return value
+
     @field_validator(
         "metrics_port",
+        "max_waiting_tokens",
         "queue_timeout_interactive_s",
         "queue_timeout_standard_s",
         "queue_timeout_batch_s",

@@ -108,6 +108,10 @@ def _terms(message: pb.ServiceTerms, violations: Violations) -> ServiceTerms:
         ttft_deadline_s=seconds("ttft_deadline_ms"),
         deadline_s=seconds("deadline_ms"),
         cache_salt=message.cache_salt,
+        may_trim=message.may_trim,
+        keep_head_tokens=message.keep_head_tokens,
+        keep_tail_tokens=message.keep_tail_tokens,
+        may_shed=message.may_shed,
     )
 
 
@@ -141,6 +145,7 @@ def accepted_to_proto(accepted: Accepted, *, request_id: str, prompt_tokens: int
             round(accepted.estimated_wait_s * 1000) if accepted.estimated_wait_s is not None else None
         ),
         prompt_tokens=prompt_tokens,
+        level=accepted.level,
         seed=seed,
     )
 

@@ -17,6 +17,7 @@ from octavo.protocol.steps import Plan, Report
 
 from scheduler_svc.accounts import Accounts
 from scheduler_svc.core.core import SchedulerCore
+from scheduler_svc.core.door import Ask
 from scheduler_svc.core.effects import (
     Accepted,
     DetachWorker,
@@ -28,7 +29,9 @@ from scheduler_svc.core.effects import (
     SendCancel,
     SendPlan,
 )
+from scheduler_svc.core.errors import CoreError
 from scheduler_svc.core.events import WorkerInfo
+from scheduler_svc.core.overload import Caps
 from scheduler_svc.core.snapshot import CoreSnapshot
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.metrics import Metrics
@@ -36,7 +39,7 @@ from scheduler_svc.requests import LiveRequest
 
 _log = structlog.get_logger()
 
-_WARNINGS: Final = frozenset({"worker_lost", "step_error"})
+_WARNINGS: Final = frozenset({"worker_lost", "step_error", "level_changed"})
 
 
 class WorkerPort(Protocol):
@@ -71,6 +74,8 @@ class Driver:
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
+        self.on_level: Callable[[], None] = lambda: None
+        """Called when the degradation level of a model has changed."""
 
     # Commands ------------------------------------------------------------------------------------
 
@@ -78,7 +83,12 @@ class Driver:
         """Hand a request to the core."""
         self._live[live.core_id] = live
         self._idle.clear()
-        self._post(lambda now: self._core.submit(live.request, now), live)
+
+        def command(now: float) -> list[Effect]:
+            live.arrived()
+            return self._core.submit(live.request, now)
+
+        self._post(command, live)
 
     def cancel(self, live: LiveRequest) -> None:
         """The client does not want a request any more, or is gone. One that has ended stays ended."""
@@ -131,6 +141,14 @@ class Driver:
     async def wait_idle(self) -> None:
         """Wait until no request is live."""
         await self._idle.wait()
+
+    def refusal_for_load(self, model: str, ask: Ask) -> CoreError | None:
+        """Return why a request would be refused for load right now. Call it on the event loop only."""
+        return self._core.refusal_for_load(model, ask, self._clock())
+
+    def caps(self, model: str) -> Caps | None:
+        """Return the limits in force for requests that may be trimmed. Call it on the event loop only."""
+        return self._core.caps(model)
 
     def snapshot(self) -> CoreSnapshot:
         """Return the figures of the moment. Call it on the event loop only."""
@@ -272,4 +290,8 @@ class Driver:
             fields["request_id"] = live.request_id
         if event.name == "worker_lost":
             self._metrics.worker_losses.labels(fields["worker_id"]).inc()
+        elif event.name == "level_changed":
+            change = (fields["model"], str(fields["former_level"]), str(fields["new_level"]))
+            self._metrics.level_changes.labels(*change).inc()
+            self.on_level()
         (_log.warning if event.name in _WARNINGS else _log.info)(event.name, **fields)

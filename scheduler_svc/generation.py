@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from typing import Final
 
 from octavo.v1 import generation_pb2 as pb
 
@@ -17,6 +18,9 @@ from scheduler_svc.parsing import Malformed, accept
 from scheduler_svc.rpc import Context, abort, answering, rpc_deadline
 from scheduler_svc.tokenization import Decode, EncodeChat, EncodeText
 from scheduler_svc.tokenizer_pool import TokenizerPool
+
+LEVEL_KEY: Final = "octavo-level"
+"""Initial metadata of Generate: the degradation level at admission, 0 to 4."""
 
 
 class GenerationService:
@@ -43,6 +47,10 @@ class GenerationService:
         now = asyncio.get_running_loop().time()
         key = presented(context.invocation_metadata())
         stream = Stream(outbox, "generate", rpc_deadline(context, now), key)
+        if not isinstance(request, Malformed):
+            no_room = self._intake.refuse_for_load(request, stream)
+            if no_room is not None:
+                raise no_room
         record = self._intake.open(stream)
         if isinstance(request, Malformed):
             record.end(request.error.reason)
@@ -63,6 +71,9 @@ class GenerationService:
 
     @staticmethod
     async def _write(outbox: GenerateOutbox, context: Context) -> None:
+        await outbox.wait()
+        if outbox.level is not None:
+            await context.send_initial_metadata(((LEVEL_KEY, str(outbox.level)),))
         while True:
             await outbox.wait()
             ended = outbox.ended

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
+from octavo.keys import Tenant
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.access import Access
@@ -43,6 +44,7 @@ class Intake:
         self._access = access
         self._tenants = tenants
         self._admission = admission
+        self._gate = admission.gate
         self._driver = driver
         self._accounts = accounts
         self._numbers = itertools.count(1)
@@ -50,6 +52,21 @@ class Intake:
     def open(self, stream: Stream) -> RequestRecord:
         """Account for an arrival."""
         return self._accounts.open(stream.transport)
+
+    def refuse_for_load(self, message: pb.GenerateRequest, stream: Stream) -> ServiceError | None:
+        """Return why there is no room for an arrival, which is then accounted for, or None.
+
+        One whose key is no good is let through, to be told that.
+        """
+        try:
+            tenant = self._tenant(message, stream)
+        except ServiceError:
+            return None
+        now = self._accounts.clock()
+        error = self._gate.refusal(message, now, tenant=tenant.name, paced=stream.paced)
+        if error is not None:
+            self._accounts.refused(stream.transport, message.terms.priority, error.reason)
+        return error
 
     async def start(
         self,
@@ -63,10 +80,10 @@ class Intake:
         Raises:
             ServiceError: it is wrong or cannot be taken; the account is closed.
         """
+        pending = self._gate.enter(message)
         try:
             record.request_id = message.request_id
-            key = message.api_key if message.HasField("api_key") else stream.key
-            tenant = self._access.tenant(key)
+            tenant = self._tenant(message, stream)
             record.tenant = tenant.name
             call = generate_from_proto(message)
             record.request_id = call.request_id
@@ -82,16 +99,26 @@ class Intake:
             admitted = await self._admission.admit(call, arrival)
             live = LiveRequest(call, admitted, stream.outbox, record)
         except ServiceError as error:
+            pending.close()
             record.end(error.reason)
             raise
         except Exception:  # noqa: BLE001 - logged
             _log.exception("admission_failed", request_id=record.request_id)
+            pending.close()
             record.end("INTERNAL")
             raise ServiceError("INTERNAL", "the scheduler failed to take the request") from None
         except BaseException:
+            pending.close()
             record.end("SLOW_CONSUMER" if stream.outbox.cut else "CANCELLED")
             raise
+        pending.learn(len(admitted.request.prompt_token_ids) + admitted.trimmed_tokens)
+        live.arrived = pending.close
         live.on_end = on_end
-        record.admitted(admitted.request)
+        record.admitted(admitted)
         self._driver.submit(live)
         return live
+
+    def _tenant(self, message: pb.GenerateRequest, stream: Stream) -> Tenant:
+        """Return whose request it is; raises ServiceError when its key is no good."""
+        key = message.api_key if message.HasField("api_key") else stream.key
+        return self._access.tenant(key)

@@ -21,11 +21,13 @@ from scheduler_svc.accounts import Accounts
 from scheduler_svc.admission import Admission
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core import CoreSnapshot, SchedulerCore
+from scheduler_svc.core.overload import Level
 from scheduler_svc.driver import Driver
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.generation import GenerationService
 from scheduler_svc.intake import Intake
 from scheduler_svc.key_file import KeyFileWatch
+from scheduler_svc.load import LoadGate
 from scheduler_svc.metrics import Metrics
 from scheduler_svc.models import ModelRegistry
 from scheduler_svc.operations import PinService, StatusService
@@ -224,14 +226,16 @@ class SchedulerProcess:
 
     def _make_server(self, board: StatusBoard, pins: PinBoard) -> tuple[SchedulerServer, SessionService]:
         settings, driver, models, pool = self._settings, self.driver, self.models, self.pool
-        admission = Admission(models, pool, settings)
+        admission = Admission(models, pool, LoadGate(models, driver, settings), settings)
         intake = Intake(self.access, self.tenants, admission, driver, self.accounts)
         limits = SessionLimits(
             settings.max_backlog_bytes,
             settings.max_session_requests,
             seats=lambda: sum(worker.max_num_seqs for worker in driver.snapshot().workers),
+            shedding=lambda: any(m.level >= Level.SHED_BATCH for m in driver.snapshot().overload),
         )
         sessions = SessionService(intake, driver, limits)
+        driver.on_level = sessions.top_up
         status = StatusService(
             board,
             self.fleet,

@@ -6,19 +6,24 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from octavo.protocol.steps import Priority
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from scheduler_svc.core.snapshot import CoreSnapshot, WorkerSnapshot
+from scheduler_svc.core.snapshot import CoreSnapshot, OverloadSnapshot, WorkerSnapshot
 
 _WAIT_BUCKETS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
 _TOKEN_BUCKETS: Final = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
+)  # fmt: skip
+_ERROR_BUCKETS: Final = (
+    -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, -0.05, -0.02, 0.0,
+    0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 )  # fmt: skip
 _PLAN_BUCKETS: Final = (
     0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
@@ -172,6 +177,31 @@ class Metrics:
         self.worker_losses = Counter(
             "octavo_worker_losses", "Times that a worker was lost.", ["worker"], registry=registry
         )
+        self.level_changes = Counter(
+            "octavo_level_changes",
+            "Changes of the degradation level.",
+            ["model", "former", "level"],
+            registry=registry,
+        )
+        self.prediction_error = Histogram(
+            "octavo_prediction_error_seconds",
+            "What came of a request less what was predicted of it.",
+            ["of"],
+            buckets=_ERROR_BUCKETS,
+            registry=registry,
+        )
+        self.trimmed_tokens = Counter(
+            "octavo_trimmed_prompt_tokens", "Prompt tokens cut away under load.", registry=registry
+        )
+        self.clamped = Counter(
+            "octavo_clamped_requests", "Requests whose max_tokens was lowered.", registry=registry
+        )
+
+    def refused(self, transport: str, priority: int, reason: str) -> None:
+        """Count an arrival that there was no room for."""
+        self.arrivals.labels(transport).inc()
+        name = Priority(priority or Priority.STANDARD).name.lower()
+        self.outcomes.labels("", name, reason).inc()
 
     def watch(self, snapshot: Callable[[], CoreSnapshot]) -> None:
         """Read queues and workers from the core whenever metrics are collected."""
@@ -192,6 +222,7 @@ class _CoreCollector(Collector):
         """Yield the gauges of the moment."""
         snapshot = self._snapshot()
         yield _gauge("octavo_live_requests", "Requests in the core.", [], [([], snapshot.live_requests)])
+        yield from _overload_metrics(snapshot.overload)
         for name, documentation, field in (
             ("octavo_waiting_sequences", "Sequences that wait.", "waiting"),
             ("octavo_waiting_tokens", "Tokens of the sequences that wait.", "waiting_tokens"),
@@ -242,6 +273,27 @@ def _worker_metrics(workers: Sequence[WorkerSnapshot]) -> Iterable[Metric]:
         for worker in workers:
             family.add_metric([worker.worker_id], getattr(worker.pool, field))
         yield family
+
+
+def _overload_metrics(overload: Sequence[OverloadSnapshot]) -> Iterable[Metric]:
+    yield _gauge(
+        "octavo_degradation_level",
+        "0 normal, 1 trim, 2 shed batch, 3 shed standard, 4 open.",
+        ["model"],
+        [([model.model], model.level) for model in overload],
+    )
+    yield _gauge(
+        "octavo_pressure",
+        "Inputs of the degradation level.",
+        ["model", "input"],
+        [([m.model, name], value) for m in overload for name, value in m.pressure.fields().items()],
+    )
+    yield _gauge(
+        "octavo_predicted_ttft_seconds",
+        "What a newcomer of the standard class has to expect.",
+        ["model"],
+        [([m.model], m.expected.ttft_s) for m in overload if m.expected is not None],
+    )
 
 
 def _gauge(

@@ -118,6 +118,13 @@ class ModelRegistry:
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
 
+    def peek(self, name: str) -> Model | None:
+        """Return the model that a request means, or None where `find` would raise."""
+        try:
+            return self.find(name).model
+        except ServiceError:
+            return None
+
     def find(self, name: str) -> Target:
         """Return what a request means by the name of a model or of an adapter.
 

@@ -33,6 +33,8 @@ class Outbox(ABC):
         """Changes whenever what waited is taken; deltas of an earlier batch are gone."""
         self.cut = False
         """The client was too slow; the writer has been cancelled."""
+        self.level: int | None = None
+        """Degradation level at the last admission; None before the first."""
 
     def grow(self, size_bytes: int) -> None:
         """Account for output that was added; cut the stream when it is too much."""

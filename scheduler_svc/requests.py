@@ -43,10 +43,13 @@ class LiveRequest:
         self.record = record
         self.ended = False
         self.on_end: Callable[[], None] | None = None
+        self.arrived: Callable[[], None] = lambda: None
+        """To be called when the core is given the request."""
         self._outbox = outbox
         self._return_token_ids = call.return_token_ids
         self._skip_text = call.skip_text
         self._prompt_tokens = len(request.prompt_token_ids)
+        self._admitted = admitted
         self._seed = sampling.seed or 0
         self._error: common_pb2.Error | None = None
         stops = StopStrings(sampling.stop) if sampling.stop else None
@@ -102,6 +105,8 @@ class LiveRequest:
         message = accepted_to_proto(
             accepted, request_id=self.request_id, prompt_tokens=self._prompt_tokens, seed=self._seed
         )
+        self.record.accepted(accepted)
+        self._outbox.level = accepted.level
         self._outbox.accepted(self.request_id).CopyFrom(message)
         self._outbox.grow(_EVENT_BYTES)
         for index, text in self._unsent.items():
@@ -145,6 +150,8 @@ class LiveRequest:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=choice.num_tokens,
             cached_tokens=finish.cached_tokens,
+            trimmed_tokens=self._admitted.trimmed_tokens,
+            clamped_max_tokens=self._admitted.clamped_max_tokens,
         )
         fill_finished(message, finish, usage, self._seed)
         if choice.over is not None:

@@ -29,9 +29,15 @@ class SessionLimits:
     seats: Callable[[], int]
     """Sequences that all workers together can run now."""
 
+    shedding: Callable[[], bool]
+    """Whether the load leaves no room for work that can wait."""
+
     def credits(self) -> int:
-        """Return how many requests a paced session may have live: enough to keep all seats taken."""
-        return min(self.max_requests, max(16, 2 * self.seats()))
+        """Return how many requests a paced session may have live: enough to keep all seats taken.
+
+        None while other work is refused: what a paced session has live goes on, and more comes later.
+        """
+        return 0 if self.shedding() else min(self.max_requests, max(16, 2 * self.seats()))
 
 
 class Session:
@@ -123,6 +129,11 @@ class Session:
                 self._refuse("", ServiceError.invalid(("message", "must be set")))
 
     def _generate(self, message: pb.GenerateRequest) -> None:
+        if message.request_id and message.request_id not in self._requests:
+            no_room = self._intake.refuse_for_load(message, self._stream)
+            if no_room is not None:
+                self._refuse(message.request_id, no_room)
+                return
         record = self._intake.open(self._stream)
         error = self._refusal(message)
         if error is not None:

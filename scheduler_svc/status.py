@@ -11,8 +11,8 @@ from octavo.protocol.convert import priority_to_proto
 from octavo.protocol.steps import StepTiming
 from octavo.v1 import operations_pb2
 
-from scheduler_svc.accounts import RATE_WINDOW_S, Accounts, Recent
-from scheduler_svc.core.snapshot import CoreSnapshot, QueueSnapshot, WorkerSnapshot
+from scheduler_svc.accounts import RATE_WINDOW_S, Accounts, RecentSum
+from scheduler_svc.core.snapshot import CoreSnapshot, OverloadSnapshot, QueueSnapshot, WorkerSnapshot
 from scheduler_svc.driver import Driver
 from scheduler_svc.history import History
 from scheduler_svc.metrics import Metrics
@@ -43,13 +43,13 @@ class StatusBoard:
         self._price_per_gpu_hour = price_per_gpu_hour
         self._started = accounts.clock()
         self.history = History(self.status)
-        self._bubble_s: dict[str, Recent] = {}
+        self._bubble_s: dict[str, RecentSum] = {}
 
     def step(self, worker_id: str, timing: StepTiming) -> None:
         """Take note of a step's timing."""
         now = self._accounts.clock()
         bubble_s = timing.bubble_us / 1e6
-        self._bubble_s.setdefault(worker_id, Recent()).add(now, bubble_s)
+        self._bubble_s.setdefault(worker_id, RecentSum()).add(now, bubble_s)
         metrics: Metrics = self._accounts.metrics
         metrics.step.labels(worker_id).observe(timing.execute_us / 1e6)
         metrics.bubble.labels(worker_id).inc(bubble_s)
@@ -61,6 +61,8 @@ class StatusBoard:
             scheduler_id=self._scheduler_id,
             version=VERSION,
             uptime_s=accounts.clock() - self._started,
+            level=max((overload.level for overload in snapshot.overload), default=0),
+            overload=map(_overload, snapshot.overload),
             draining=self._driver.draining,
             queues=map(_queue, snapshot.queues),
             workers=self._workers(snapshot),
@@ -111,6 +113,26 @@ class StatusBoard:
         if self._price_per_gpu_hour is not None and output_per_s > 0:
             rates.cost_per_1k_tokens = self._price_per_gpu_hour * workers / 3600 / output_per_s * 1000
         return rates
+
+
+def _overload(overload: OverloadSnapshot) -> operations_pb2.OverloadStatus:
+    pressure, expected, caps = overload.pressure, overload.expected, overload.caps
+    return operations_pb2.OverloadStatus(
+        model=overload.model,
+        level=overload.level,
+        half_open=overload.half_open,
+        backlog=pressure.backlog[2],
+        backlog_interactive=pressure.backlog[0],
+        wait=pressure.wait[1],
+        wait_interactive=pressure.wait[0],
+        blocks=pressure.blocks,
+        misses=pressure.misses,
+        stalled_ms=pressure.stalled_s * 1000,
+        predicted_wait_ms=expected.wait_s * 1000 if expected is not None else None,
+        predicted_ttft_ms=expected.ttft_s * 1000 if expected is not None else None,
+        trim_prompt_tokens=caps.prompt_tokens if caps is not None else None,
+        trim_max_tokens=caps.max_tokens if caps is not None else None,
+    )
 
 
 def _queue(queue: QueueSnapshot) -> operations_pb2.QueueStatus:

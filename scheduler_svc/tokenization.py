@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from scheduler_svc.chat import ChatTemplate, InputError
 from scheduler_svc.detokenizer import TableKind, TokenTable, join_table
+from scheduler_svc.trimming import TrimSpec, cut, trim_chat
 
 _SAMPLES: Final = 200
 # Normalizers may shorten a text, so a text is too long for certain only well beyond the bound.
@@ -57,6 +58,7 @@ class EncodeText:
     add_special_tokens: bool = True
     keys: KeySpec | None = None
     want_pieces: bool = False
+    trim: TrimSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class EncodeChat:
     chat: bytes
     keys: KeySpec | None = None
     want_pieces: bool = False
+    trim: TrimSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class TakeTokens:
     model: str
     tokens: bytes
     keys: KeySpec | None = None
+    trim: TrimSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ class Encoded:
     token_ids: bytes
     keys: bytes = b""
     pieces: list[str] = field(default_factory=list)
+    trimmed_tokens: int = 0
+    """Tokens of the prompt that were cut away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +147,28 @@ class TextModel:
         match job:
             case EncodeText():
                 text = self._encode(job.text, "text", add_special_tokens=job.add_special_tokens)
-                return self._prompt(text, "text", job.keys, want_pieces=job.want_pieces)
+                return self._finish(cut(text, job.trim), "text", job)
             case EncodeChat():
-                chat = self._encode(self._render(job.chat), "chat", add_special_tokens=False)
-                return self._prompt(chat, "chat", job.keys, want_pieces=job.want_pieces)
+                return self._finish(self._encode_chat(job), "chat", job)
             case TakeTokens():
-                return self._prompt(self._unpack(job.tokens, "tokens.ids"), "tokens.ids", job.keys)
+                ids = self._unpack(job.tokens, "tokens.ids")
+                return self._finish(cut(ids, job.trim), "tokens.ids", job)
             case Decode():
                 ids = self._unpack(job.tokens, "token_ids")
                 return self._tokenizer.decode(ids.tolist(), skip_special_tokens=not job.keep_special)
             case MakeTable():
                 return self._table
 
-    def _render(self, packed: bytes) -> str:
+    def _encode_chat(self, job: EncodeChat) -> tuple[array[int], int]:
+        """Return a conversation's tokens, and how many were trimmed away."""
         if self._template is None:
             raise InputError("chat", f"model {self._spec.model} has no chat template", "CHAT_TEMPLATE")
-        return self._template.render(pb.Chat.FromString(packed))
+        template = self._template
+
+        def encode(chat: pb.Chat) -> array[int]:
+            return self._encode(template.render(chat), "chat", add_special_tokens=False)
+
+        return trim_chat(pb.Chat.FromString(job.chat), encode, job.trim)
 
     def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> array[int]:
         if len(text) > self._max_bytes:
@@ -180,12 +192,15 @@ class TextModel:
             )
         return ids
 
-    def _prompt(
-        self, ids: array[int], field: str, spec: KeySpec | None, *, want_pieces: bool = False
+    def _finish(
+        self, prompt: tuple[array[int], int], field: str, job: EncodeText | EncodeChat | TakeTokens
     ) -> Encoded:
+        """Return a prompt with its keys and pieces; `prompt` is its tokens and how many were cut away."""
+        ids, trimmed = prompt
+        spec = job.keys
         pieces = (
             [self._tokenizer.decode([token_id], skip_special_tokens=False) for token_id in ids]
-            if want_pieces
+            if not isinstance(job, TakeTokens) and job.want_pieces
             else []
         )
         if spec is None:
@@ -199,7 +214,8 @@ class TextModel:
                 "and must leave room for one more",
                 "PROMPT_TOO_LONG",
             )
-        return Encoded(ids.tobytes(), b"".join(keys.chain(spec.root, ids, spec.block_size)), pieces)
+        block_keys = b"".join(keys.chain(spec.root, ids, spec.block_size))
+        return Encoded(ids.tobytes(), block_keys, pieces, trimmed)
 
 
 def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:

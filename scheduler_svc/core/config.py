@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from octavo.protocol.steps import Priority
 
+from scheduler_svc.core.overload import OverloadConfig
+
 
 def _aging() -> dict[Priority, float]:
     return {Priority.INTERACTIVE: 1.0, Priority.STANDARD: 10.0, Priority.BATCH: 60.0}
@@ -35,6 +37,8 @@ class CoreConfig:
     """Plans outstanding per worker at most."""
     max_waiting_requests: int = 500
     max_waiting_tokens: int | None = None
+    overload: OverloadConfig | None = None
+    """Set: levels of degradation, and refusal of what cannot meet its deadline."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_partial_prefills: int = 4

@@ -14,11 +14,13 @@ from octavo.protocol.steps import FinishReason, Report
 
 from scheduler_svc.core import bisection
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.door import Ask, ask_of
 from scheduler_svc.core.effects import Accepted, DetachWorker, Effect, LogEvent, Reject, SendPlan
 from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
 from scheduler_svc.core.events import NewRequest, WorkerInfo
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.overload import Caps
 from scheduler_svc.core.planning import ContinuousPlanner, Explain
 from scheduler_svc.core.reports import ReportReader
 from scheduler_svc.core.request import Request, Sequence, Status
@@ -53,14 +55,18 @@ class SchedulerCore:
         out: list[Effect] = []
         self._expire(now, out)
         pool = self._pool(spec.model)
-        error = self._refusal(spec, pool, now)
+        ask = ask_of(spec, pool.deepest_cached_tokens(spec))
+        error = self._refusal(spec, pool, ask, now)
         if error is not None:
             self._lifecycle.refused(error)
             out.append(Reject(spec.request_id, error))
             return out
+        self._make_way(pool, ask, now, out)
         position = pool.queue.num_fresh
-        self._lifecycle.open(spec, pool, now)
-        out.append(Accepted(spec.request_id, position, self._lifecycle.estimated_wait_s(pool, now)))
+        expected = pool.door.predict(ask, now)
+        self._lifecycle.open(spec, pool, expected, now)
+        wait_s, ttft_s = (expected.wait_s, expected.ttft_s) if expected is not None else (None, None)
+        out.append(Accepted(spec.request_id, position, wait_s, ttft_s, int(pool.door.level)))
         self._place_waiting(now, out)
         return out
 
@@ -149,6 +155,7 @@ class SchedulerCore:
         except ProtocolViolationError as violation:
             self._detach(worker, str(violation), now, out, blame=False)
         else:
+            pool.door.progressed(now)
             pool.update_load(worker)
             self._watch(worker, now)
             self._plan_ahead(worker, now, out)
@@ -166,6 +173,7 @@ class SchedulerCore:
                 break
             heapq.heappop(self._wakeups)
         times = [self._lifecycle.deadlines.next_at(), self._watchdogs.next_at()]
+        times += [pool.door.next_look() for pool in self._pools.values()]
         if self._wakeups:
             times.append(self._wakeups[0][0])
         return min((at for at in times if at is not None), default=None)
@@ -189,6 +197,16 @@ class SchedulerCore:
     def snapshot(self, now: float) -> CoreSnapshot:
         """Return the figures of the moment."""
         return take_snapshot(self._lifecycle, self._pools, now)
+
+    def refusal_for_load(self, model: str, ask: Ask, now: float) -> CoreError | None:
+        """Return why a request that is not tokenized yet would be refused for load. Changes nothing."""
+        pool = self._pools.get(model)
+        return pool.door.refusal(ask, now) if pool is not None else None
+
+    def caps(self, model: str) -> Caps | None:
+        """Return the limits in force for requests that may be trimmed. Changes nothing."""
+        pool = self._pools.get(model)
+        return pool.door.caps() if pool is not None else None
 
     # For observers -------------------------------------------------------------------------------
 
@@ -223,12 +241,12 @@ class SchedulerCore:
     def _pool(self, model: str) -> ModelPool:
         pool = self._pools.get(model)
         if pool is None:
-            pool = self._pools[model] = ModelPool(self.config, self._weights)
+            pool = self._pools[model] = ModelPool(self.config, self._weights, model)
             planner = ContinuousPlanner if self.config.static is None else StaticPlanner
             self._planners[model] = planner(self.config, pool, self._explain)
         return pool
 
-    def _refusal(self, spec: NewRequest, pool: ModelPool, now: float) -> CoreError | None:
+    def _refusal(self, spec: NewRequest, pool: ModelPool, ask: Ask, now: float) -> CoreError | None:
         """Return why a request cannot be taken, if so."""
         if spec.request_id in self._lifecycle.requests:
             return CoreError(Reason.DUPLICATE_REQUEST_ID, f"request {spec.request_id!r} is running already")
@@ -241,7 +259,14 @@ class SchedulerCore:
                 Reason.PROMPT_TOO_LONG,
                 f"prompt and max_tokens need {total} tokens, the largest worker holds {longest}",
             )
-        return None if spec.paced else self._lifecycle.overload(pool, len(spec.prompt_token_ids), now)
+        return pool.door.refusal(ask, now)
+
+    def _make_way(self, pool: ModelPool, ask: Ask, now: float, out: list[Effect]) -> None:
+        """Let a newcomer into a full queue at the expense of a lower class, if that is why it may come in."""
+        displaced = pool.door.displaced(ask)
+        if displaced is not None:
+            error = pool.door.displacement(now)
+            self._lifecycle.end_request(displaced.request, FinishReason.ERROR, error, now, out)
 
     def _place_waiting(self, now: float, out: list[Effect]) -> None:
         """Look for an idle worker for what has begun to wait; busy ones look at the queue by themselves."""
@@ -276,6 +301,8 @@ class SchedulerCore:
                 self._wake(worker, due)
                 break
             draft = bisection.draft_trial(worker) or planner.plan(worker, now, out)
+            started = len(draft.admitted) if draft is not None else 0
+            pool.door.forecast.drain.planned(started, len(pool.queue), now)
             if worker.left_to_it:
                 pool.take_back(worker, now, all_of_it=draft is None)
             if draft is None:
@@ -315,6 +342,8 @@ class SchedulerCore:
     def _expire(self, now: float, out: list[Effect]) -> None:
         for request_id in self._lifecycle.deadlines.expire(now):
             self._lifecycle.expire(request_id, now, out)
+        for pool in self._pools.values():
+            pool.door.observe(now, out)
 
     def _detach(
         self, worker: WorkerState, reason: str, now: float, out: list[Effect], *, blame: bool

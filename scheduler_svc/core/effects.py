@@ -41,6 +41,9 @@ class Accepted:
     request_id: str
     queue_position: int
     estimated_wait_s: float | None
+    estimated_ttft_s: float | None = None
+    level: int = 0
+    """Degradation level, 0 to 4."""
 
 
 class TokenDelta(NamedTuple):

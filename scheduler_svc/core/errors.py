@@ -10,6 +10,9 @@ class Reason(enum.StrEnum):
     """Stable reasons; the shell maps each to a gRPC code."""
 
     QUEUE_FULL = "QUEUE_FULL"
+    SHED = "SHED"
+    BREAKER_OPEN = "BREAKER_OPEN"
+    DEADLINE_INFEASIBLE = "DEADLINE_INFEASIBLE"
     QUEUE_TIMEOUT = "QUEUE_TIMEOUT"
     TTFT_DEADLINE = "TTFT_DEADLINE"
     DEADLINE_QUEUED = "DEADLINE_QUEUED"

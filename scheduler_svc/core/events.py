@@ -33,6 +33,8 @@ class NewRequest:
     """From a client that is paced by credits: never refused for queue depth."""
     adapter: str | None = None
     """LoRA adapter to apply; only workers that have it can run the request."""
+    may_shed: bool = False
+    """It may be refused before others under load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

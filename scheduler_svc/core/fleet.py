@@ -6,9 +6,10 @@ import heapq
 import math
 
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.door import Door
+from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.placement import PrefixIndex
 from scheduler_svc.core.policies import Charges, make_charges
-from scheduler_svc.core.rates import Rate
 from scheduler_svc.core.request import Sequence
 from scheduler_svc.core.steptime import StepTimeModel
 from scheduler_svc.core.waiting import WaitingQueue
@@ -58,7 +59,8 @@ class LoadIndex:
 class ModelPool:
     """The workers of one model, its waiting queue and its prefix index."""
 
-    def __init__(self, config: CoreConfig, weights: dict[str, float]) -> None:
+    def __init__(self, config: CoreConfig, weights: dict[str, float], model: str) -> None:
+        self.model = model
         self.charges: Charges = make_charges(config.policy, weights)
         self.queue = WaitingQueue(config, self.charges)
         self.prefixes = PrefixIndex()
@@ -70,10 +72,9 @@ class ModelPool:
         """Tokens that the largest of its workers holds; None without workers."""
         self.idle: dict[str, WorkerState] = {}
         """Workers without a plan, those that drain left out."""
-        self.starts = Rate()
-        """Sequences that workers have taken."""
         self._veteran: WorkerState | None = None
         """One whose step times are known; new workers are taken to be as fast."""
+        self.door = Door(config, self)
 
     def add(self, worker: WorkerState) -> None:
         """Take a worker in."""
@@ -137,6 +138,13 @@ class ModelPool:
         held = self.prefixes.match(worker.worker_id, sequence.keys)
         return min(held, (sequence.num_tokens - 1) // size) * size
 
+    def deepest_cached_tokens(self, spec: NewRequest) -> int:
+        """Return how many tokens of a prompt some worker is believed to hold."""
+        if not spec.prompt_keys or self.block_size is None:
+            return 0
+        depth, _ = self.prefixes.deepest(spec.prompt_keys)
+        return min(depth, (len(spec.prompt_token_ids) - 1) // self.block_size) * self.block_size
+
     def can_hold(self, worker: WorkerState, sequence: Sequence) -> bool:
         """Return whether a sequence can ever run on a worker."""
         return self.has_adapter(worker, sequence) and (
@@ -154,7 +162,7 @@ class ModelPool:
         found: tuple[float, int, WorkerState] | None = None
         for worker in self._candidates(sequence):
             if self._has_room(worker, sequence, now):
-                score = (self._first_token_s(worker, sequence, now), -worker.pool.free)
+                score = (self.first_token_s(worker, sequence, now), -worker.pool.free)
                 if found is None or score < found[:2]:
                     found = (*score, worker)
         return found[2] if found else None
@@ -168,13 +176,13 @@ class ModelPool:
         """
         if len(self.workers) == 1 or not sequence.may_be_left(now):
             return None
-        own_s = self._first_token_s(worker, sequence, now)
+        own_s = self.first_token_s(worker, sequence, now)
         best, best_s = None, own_s * (1.0 - _MIN_GAIN)
         patient_until = math.inf if (at := sequence.request.queue_deadline) is None else at
         for other in self._candidates(sequence):
             in_time = other.ends_at() < patient_until
             if other is not worker and in_time and self._suits(other, sequence, now):
-                seconds = self._first_token_s(other, sequence, now)
+                seconds = self.first_token_s(other, sequence, now)
                 if seconds < best_s:
                     best, best_s = other, seconds
         if best is not None and sequence.left_until is None:
@@ -237,7 +245,7 @@ class ModelPool:
             and worker.may_join(sequence)
         )
 
-    def _first_token_s(self, worker: WorkerState, sequence: Sequence, now: float) -> float:
+    def first_token_s(self, worker: WorkerState, sequence: Sequence, now: float) -> float:
         """Return the predicted time to the first token of a sequence on a worker.
 
         First the plans in flight, then so many steps with the prefill of what is there, of what was left

@@ -12,12 +12,10 @@ from scheduler_svc.core.effects import ChoiceTimings, Effect, FinishChoice, LogE
 from scheduler_svc.core.errors import CoreError, Reason
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.fleet import ModelPool
+from scheduler_svc.core.forecast import Prediction
 from scheduler_svc.core.request import Request, Sequence, Status
 from scheduler_svc.core.timers import RESOLUTION_S, TimerWheel
 
-MIN_RETRY_S = 0.1
-MAX_RETRY_S = 30.0
-MAX_ESTIMATE_S = 3600.0
 _RELAPSES = 4
 """A sequence that proves itself each time is let off, but not for ever."""
 
@@ -38,36 +36,20 @@ class Lifecycle:
 
     # Beginning -----------------------------------------------------------------------------------
 
-    def overload(self, pool: ModelPool, prompt_tokens: int, now: float) -> CoreError | None:
-        """Return the refusal when the queue is full."""
-        queue, config = pool.queue, self._config
-        full = queue.num_fresh >= config.max_waiting_requests
-        limit = config.max_waiting_tokens
-        full_of_tokens = (
-            limit is not None and queue.num_tokens > 0 and queue.num_tokens + prompt_tokens > limit
-        )
-        if not full and not full_of_tokens:
-            return None
-        bound = f"{config.max_waiting_requests} requests" if full else f"{limit} tokens"
-        return CoreError(
-            Reason.QUEUE_FULL,
-            f"the queue is full ({bound})",
-            retry_after_s=self.retry_after_s(pool, now),
-            metadata={"waiting_requests": str(queue.num_fresh), "waiting_tokens": str(queue.num_tokens)},
-        )
-
     def refused(self, error: CoreError) -> None:
         """Account for a request that was refused at the door."""
         self.arrivals += 1
         self.outcomes[error.reason] += 1
 
-    def open(self, spec: NewRequest, pool: ModelPool, now: float) -> Request:
+    def open(self, spec: NewRequest, pool: ModelPool, prediction: Prediction | None, now: float) -> Request:
         """Take a request into the queue."""
         block_size = pool.block_size if self._config.prefix_caching else None
         request = Request.from_spec(spec, now, block_size)
         if spec.queue_deadline is not None:
             # No wait at all means: in the next plan or never.
             request.queue_deadline = max(spec.queue_deadline, pool.looks_until(now) + RESOLUTION_S)
+        request.prediction = prediction
+        pool.door.came_in(request, now)
         self.arrivals += 1
         self.requests[spec.request_id] = request
         for sequence in request.sequences:
@@ -79,7 +61,7 @@ class Lifecycle:
 
     def started(self, pool: ModelPool, sequence: Sequence, now: float) -> None:
         """A worker has taken a sequence: its wait is over."""
-        pool.starts.add(now)
+        pool.door.forecast.waited(sequence, now)
         if len(sequence.request.sequences) == 1:
             self._arm(sequence.request)
 
@@ -91,6 +73,9 @@ class Lifecycle:
         if not request.got_token:
             request.got_token = True
             self._arm(request)
+            door = self._pools[request.spec.model].door
+            door.forecast.first_token(sequence, now)
+            door.first_token(request, now)
         self.release_siblings(request)
 
     def release_siblings(self, request: Request) -> None:
@@ -163,6 +148,7 @@ class Lifecycle:
         """End one choice wherever it is, and tell the client."""
         request = sequence.request
         self._withdraw(sequence, out)
+        self._pools[request.spec.model].door.forecast.ended(sequence)
         request.live -= 1
         out.append(
             FinishChoice(
@@ -178,7 +164,7 @@ class Lifecycle:
             )
         )
         if request.live == 0:
-            self._close(request, error.reason if error is not None else reason.name)
+            self._close(request, error, reason.name, now, out)
         elif sequence.choice == 0:
             self.release_siblings(request)
 
@@ -197,7 +183,7 @@ class Lifecycle:
                 self._withdraw(sequence, out)
             request.live = 0
             out.append(Reject(request.request_id, error))
-            self._close(request, error.reason)
+            self._close(request, error, reason.name, now, out)
             return
         # Siblings that were held must not be let go by the end of their leader.
         for sequence in reversed(request.sequences):
@@ -221,24 +207,6 @@ class Lifecycle:
         )
         self.end_request(request, FinishReason.DEADLINE, error, now, out)
 
-    # Estimates -----------------------------------------------------------------------------------
-
-    def start_rate(self, pool: ModelPool, now: float) -> float | None:
-        """Return sequences started per second, lately."""
-        return pool.starts.per_s(now)
-
-    def estimated_wait_s(self, pool: ModelPool, now: float) -> float | None:
-        """Return how long the last in the queue is likely to wait, or None when nobody can know."""
-        rate = self.start_rate(pool, now)
-        wait = pool.queue.num_fresh / rate if rate else None
-        # After a lull the rate says how few came, not how many could have been served.
-        return wait if wait is not None and wait <= MAX_ESTIMATE_S else None
-
-    def retry_after_s(self, pool: ModelPool, now: float) -> float:
-        """Return when a refused client should come back: when half of the queue has drained."""
-        wait = self.estimated_wait_s(pool, now)
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, wait / 2)) if wait is not None else 1.0
-
     # Inside --------------------------------------------------------------------------------------
 
     def _withdraw(self, sequence: Sequence, out: list[Effect]) -> None:
@@ -261,10 +229,15 @@ class Lifecycle:
             pool.charges.charge(sequence.request.tenant, -sequence.num_charged_tokens)
             sequence.num_charged_tokens = 0
 
-    def _close(self, request: Request, outcome: str) -> None:
+    def _close(
+        self, request: Request, error: CoreError | None, outcome: str, now: float, out: list[Effect]
+    ) -> None:
         del self.requests[request.request_id]
         self.deadlines.disarm(request.request_id)
-        self.outcomes[outcome] += 1
+        self.outcomes[error.reason if error is not None else outcome] += 1
+        self._pools[request.spec.model].door.closed(
+            request, error.reason if error is not None else None, now, out
+        )
 
     def _arm(self, request: Request) -> None:
         """Set the one timer of a request to the next deadline that it can miss."""
@@ -281,19 +254,25 @@ class Lifecycle:
 
 
 def _missed_deadline(request: Request, now: float) -> CoreError | None:
-    """Return the error for the deadline that has passed, if any."""
+    """Return the error for the deadline that has passed, if any: the reason tells the phase."""
     spec = request.spec
-    phase = "decode" if request.got_token else "prefill" if request.started else "queued"
     waited = f"after {now - request.arrival:.3f} s"
-    if spec.deadline is not None and now >= spec.deadline:
-        reason = Reason.DEADLINE_RUNNING if request.started else Reason.DEADLINE_QUEUED
-        return CoreError(reason, f"the deadline passed {waited} ({phase})", metadata={"phase": phase})
-    if not request.got_token and spec.ttft_deadline is not None and now >= spec.ttft_deadline:
-        message = f"no first token before its deadline, {waited} ({phase})"
-        return CoreError(Reason.TTFT_DEADLINE, message, metadata={"phase": phase})
-    if not request.started and request.queue_deadline is not None and now >= request.queue_deadline:
-        return CoreError(Reason.QUEUE_TIMEOUT, f"still queued {waited}", metadata={"phase": phase})
-    return None
+    passed = [("queue timeout", request.queue_deadline)] if not request.started else []
+    passed += [("TTFT deadline", spec.ttft_deadline)] if not request.got_token else []
+    passed += [("deadline", spec.deadline)]
+    name = next((name for name, at in passed if at is not None and now >= at), None)
+    if name is None:
+        return None
+    if request.got_token:
+        reason, phase, where = Reason.DEADLINE_RUNNING, "decode", "while it ran"
+    elif request.started:
+        reason, phase, where = Reason.TTFT_DEADLINE, "prefill", "before the first token"
+    else:
+        reason = Reason.QUEUE_TIMEOUT if name == "queue timeout" else Reason.DEADLINE_QUEUED
+        phase, where = "queued", "in the queue"
+    return CoreError(
+        reason, f"the {name} passed {waited}, {where}", metadata={"phase": phase, "deadline": name}
+    )
 
 
 def _timings(sequence: Sequence, now: float) -> ChoiceTimings:

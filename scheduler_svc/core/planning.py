@@ -17,6 +17,8 @@ from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.request import Sequence, Status
 from scheduler_svc.core.worker import InFlight, WorkerState
 
+_BEST_CASE = 0.8
+"""Share of its predicted time that a first token takes at least."""
 Explain = Callable[[Sequence, WorkerState, str, dict[str, object]], None]
 """Called for each waiting sequence that a plan passes over, with the reason and its figures."""
 
@@ -224,7 +226,7 @@ class ContinuousPlanner:
         reach = max(1, worker.max_num_seqs - worker.num_seqs) + self._config.lookahead + 1
         found: list[Sequence] = []
         for sequence in self._pool.queue.order(now):
-            if sequence.request.is_late(now):
+            if sequence.request.is_late(now) or self._is_hopeless(worker, sequence, now):
                 continue
             if not self._pool.can_hold(worker, sequence):
                 if self.explain is not None:
@@ -239,6 +241,22 @@ class ContinuousPlanner:
         if self._pool.has_adapter(worker, sequence):
             return "too_big_for_worker", {"max_model_len": worker.info.max_model_len}
         return "no_adapter", {"adapter": sequence.request.spec.adapter}
+
+    def _is_hopeless(self, worker: WorkerState, sequence: Sequence, now: float) -> bool:
+        """Return whether a first token before its deadline is out of the question on a busy worker."""
+        request = sequence.request
+        if self._config.overload is None or request.got_token or not worker.busy:
+            return False
+        spec = request.spec
+        at = min((d for d in (spec.ttft_deadline, spec.deadline) if d is not None), default=None)
+        if at is None:
+            return False
+        seconds = _BEST_CASE * self._pool.first_token_s(worker, sequence, now)
+        if now + seconds <= at:
+            return False
+        if self.explain is not None:
+            self.explain(sequence, worker, "too_late", {"predicted_s": seconds, "left_s": at - now})
+        return True
 
     def _try_admit(
         self, draft: Draft, sequence: Sequence, now: float

@@ -45,6 +45,9 @@ class Policy(Protocol):
     def order(self) -> Iterator[Sequence]:
         """Yield the waiting, best first; the caller stops early and changes nothing meanwhile."""
 
+    def ahead_of(self, tenant: str, deadline: float) -> int:
+        """Return how many of the waiting would go before a newcomer with this next deadline."""
+
 
 class Fcfs:
     """First come, first served."""
@@ -63,6 +66,10 @@ class Fcfs:
     def order(self) -> Iterator[Sequence]:
         """Yield in order of arrival."""
         return iter(self._waiting)
+
+    def ahead_of(self, tenant: str, deadline: float) -> int:
+        """Return all."""
+        return len(self._waiting)
 
 
 class Edf:
@@ -99,6 +106,10 @@ class Edf:
     def order(self) -> Iterator[Sequence]:
         """Yield by deadline."""
         return (self._waiting[key] for key in self._keys)
+
+    def ahead_of(self, tenant: str, deadline: float) -> int:
+        """Return those whose deadline comes first."""
+        return bisect.bisect_right(self._keys, (deadline, self._count))
 
 
 class Fair:
@@ -140,6 +151,12 @@ class Fair:
             charged[tenant] += sequence.num_tokens
             heapq.heapreplace(heap, (level(tenant, charged[tenant]), number, tenant))
             yield sequence
+
+    def ahead_of(self, tenant: str, deadline: float) -> int:
+        """Return as many of each tenant as this one has with the newcomer: they take turns."""
+        own = len(self._by_tenant.get(tenant, ()))
+        others = (len(waiting) for other, waiting in self._by_tenant.items() if other != tenant)
+        return own + sum(min(count, own + 1) for count in others)
 
 
 class NoCharges:

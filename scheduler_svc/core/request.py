@@ -13,6 +13,7 @@ from scheduler_svc.core.errors import IllegalTransitionError
 from scheduler_svc.core.events import NewRequest
 
 if TYPE_CHECKING:
+    from scheduler_svc.core.forecast import Prediction
     from scheduler_svc.core.worker import WorkerState
 
 
@@ -161,6 +162,8 @@ class Request:
     """Some choice has produced a token: the TTFT deadline is over."""
     queue_deadline: float | None = None
     """When it must have started; not before some worker has looked at it."""
+    prediction: Prediction | None = None
+    """What it was to expect when it came in."""
 
     @property
     def request_id(self) -> str:

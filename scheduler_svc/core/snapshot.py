@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 from octavo.protocol.steps import Geometry, PoolReport, Priority
 
+from scheduler_svc.core.door import Ask, Door
 from scheduler_svc.core.fleet import ModelPool
+from scheduler_svc.core.forecast import Prediction
 from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.overload import Caps, Level, Pressure
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,19 @@ class WorkerSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class OverloadSnapshot:
+    """The degradation of one model: its level, the inputs, and what follows from them."""
+
+    model: str
+    level: Level
+    half_open: bool
+    pressure: Pressure
+    expected: Prediction | None
+    """What a newcomer of the standard class has to expect."""
+    caps: Caps | None
+
+
+@dataclass(frozen=True, slots=True)
 class CoreSnapshot:
     """Queues, workers, and accounts that close: arrivals == sum(outcomes) + live requests."""
 
@@ -46,6 +62,8 @@ class CoreSnapshot:
     arrivals: int
     live_requests: int
     outcomes: dict[str, int]
+    overload: tuple[OverloadSnapshot, ...] = ()
+    """One per model; empty when the ladder is off."""
 
 
 def take_snapshot(lifecycle: Lifecycle, pools: dict[str, ModelPool], now: float) -> CoreSnapshot:
@@ -73,5 +91,22 @@ def take_snapshot(lifecycle: Lifecycle, pools: dict[str, ModelPool], now: float)
                 )
             )
     return CoreSnapshot(
-        tuple(queues), tuple(workers), lifecycle.arrivals, len(lifecycle.requests), dict(lifecycle.outcomes)
+        tuple(queues),
+        tuple(workers),
+        lifecycle.arrivals,
+        len(lifecycle.requests),
+        dict(lifecycle.outcomes),
+        tuple(_overload(model, pool.door, now) for model, pool in pools.items() if pool.door.controller),
+    )
+
+
+def _overload(model: str, door: Door, now: float) -> OverloadSnapshot:
+    assert door.controller is not None
+    return OverloadSnapshot(
+        model=model,
+        level=door.level,
+        half_open=door.level is Level.OPEN and door.controller.breaker.half_open,
+        pressure=door.pressure,
+        expected=door.predict(Ask(), now),
+        caps=door.caps(),
     )

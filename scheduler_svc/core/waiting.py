@@ -6,12 +6,16 @@ import bisect
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from octavo.protocol.steps import Priority
 
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.policies import POLICIES, Charges, Policy
 from scheduler_svc.core.request import Sequence
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.door import Ask
 
 
 def _arrival(sequence: Sequence) -> float:
@@ -31,6 +35,9 @@ class Lane:
         self._fresh: OrderedDict[Sequence, None] = OrderedDict()
         self.num_tokens = 0
         """Tokens that the waiting will have to prefill at most."""
+        self.bounded_requests = 0
+        self.bounded_tokens = 0
+        """Those that the queue's bounds count: not run yet, and not from a paced client."""
 
     def __len__(self) -> int:
         return len(self._front) + len(self._fresh)
@@ -54,6 +61,14 @@ class Lane:
         else:
             self._front.remove(sequence)
         self.num_tokens -= sequence.num_tokens
+
+    def ahead_of(self, tenant: str, deadline: float) -> int:
+        """Return how many would go before a newcomer."""
+        return len(self._front) + self._policy.ahead_of(tenant, deadline)
+
+    def last_to_displace(self) -> Sequence | None:
+        """Return who came last of those that the bounds count."""
+        return next((s for s in reversed(self._fresh) if not s.request.spec.paced), None)
 
     def oldest_arrival(self) -> float | None:
         """Return when the longest waiting arrived."""
@@ -135,17 +150,64 @@ class WaitingQueue:
         self._pushed(sequence)
 
     def _pushed(self, sequence: Sequence) -> None:
-        if sequence.started_at is None:
-            self.num_fresh += 1
+        self._count(sequence, 1)
         self.unplaced.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
         self.lanes[sequence.request.priority].remove(sequence)
-        if sequence.started_at is None:
-            self.num_fresh -= 1
+        self._count(sequence, -1)
         sequence.blocked_since = None
         sequence.no_longer_left()
+
+    def _count(self, sequence: Sequence, one: int) -> None:
+        if sequence.started_at is not None:
+            return
+        self.num_fresh += one
+        if not sequence.request.spec.paced:
+            lane = self.lanes[sequence.request.priority]
+            lane.bounded_requests += one
+            lane.bounded_tokens += one * sequence.num_tokens
+
+    def bounded_requests(self) -> int:
+        """Return the waiting that the queue's bound counts."""
+        return sum(lane.bounded_requests for lane in self.lanes.values())
+
+    def bounded_tokens(self) -> int:
+        """Return their tokens."""
+        return sum(lane.bounded_tokens for lane in self.lanes.values())
+
+    def ahead_of(self, ask: Ask, now: float) -> tuple[int, int]:
+        """Return how many would go before a newcomer, and their tokens (by their mean, of its class)."""
+        due = [at for at in (ask.ttft_deadline, ask.deadline) if at is not None]
+        deadline = min([*due, now + self._config.starvation_age_s])
+        count = tokens = 0
+        aged = False
+        for priority, lane in self.lanes.items():
+            if priority < ask.priority:
+                count += len(lane)
+                tokens += lane.num_tokens
+            elif priority == ask.priority and len(lane):
+                ahead = lane.ahead_of(ask.tenant, deadline)
+                count += ahead
+                tokens += lane.num_tokens * ahead // len(lane)
+            elif len(lane):
+                oldest = lane.oldest_arrival()
+                aged = aged or (oldest is not None and now - oldest >= self._config.aging_s[priority])
+        stride = self._config.aging_stride
+        if aged and count and stride > 1:
+            # Every so many starts, one of them has its turn.
+            count += count // (stride - 1)
+        return count, tokens
+
+    def last_below(self, priority: Priority) -> Sequence | None:
+        """Return who would be displaced by a newcomer: the last to come of the lowest class below its own."""
+        for lower, lane in reversed(self.lanes.items()):
+            if lower > priority and lane.bounded_requests:
+                found = lane.last_to_displace()
+                if found is not None:
+                    return found
+        return None
 
     def start(self, sequence: Sequence) -> None:
         """Take a sequence out to run, and count the start towards the next turn."""

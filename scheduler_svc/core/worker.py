@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from octavo.protocol.steps import DIGEST_MASK, Plan, PoolReport
+from octavo.protocol.steps import DIGEST_MASK, Plan, PoolReport, Priority
 
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.errors import ProtocolViolationError
@@ -66,6 +66,8 @@ class WorkerState:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     decoding: dict[int, Sequence] = field(default_factory=dict)
     prefilling: dict[int, Sequence] = field(default_factory=dict)
+    running: list[int] = field(default_factory=lambda: [0] * (max(Priority) + 1))
+    """Running sequences by class."""
     suspects: dict[int, Sequence] = field(default_factory=dict)
     """Running sequences under which another worker died; those that have proved themselves leave late."""
     growth: list[int] = field(default_factory=list)
@@ -211,6 +213,7 @@ class WorkerState:
         self.next_handle += 1
         self.sequences[sequence.handle] = sequence
         self.prefilling[sequence.handle] = sequence
+        self.running[sequence.request.priority] += 1
         if sequence.suspect:
             self.suspects[sequence.handle] = sequence
 
@@ -236,9 +239,11 @@ class WorkerState:
 
     def stop(self, sequence: Sequence) -> None:
         """Take a sequence out of what is planned; its handle stays until the worker lets go of it."""
-        self.prefilling.pop(sequence.handle, None)
-        if self.decoding.pop(sequence.handle, None) is not None:
+        decoded = self.decoding.pop(sequence.handle, None) is not None
+        if decoded:
             self.context_tokens -= sequence.num_tokens
+        if self.prefilling.pop(sequence.handle, None) is not None or decoded:
+            self.running[sequence.request.priority] -= 1
         if sequence.growth_bucket is not None:
             self.growth[sequence.growth_bucket] -= 1
             sequence.growth_bucket = None

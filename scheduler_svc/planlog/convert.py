@@ -62,6 +62,7 @@ def request_to_proto(request: NewRequest) -> planlog_pb2.SubmitEvent:
         ],
         paced=request.paced,
         adapter=request.adapter,
+        may_shed=request.may_shed,
     )
 
 
@@ -82,6 +83,7 @@ def request_from_proto(message: planlog_pb2.SubmitEvent) -> NewRequest:
         resumed={entry.choice: tuple(entry.token_ids[:]) for entry in message.resumed},
         paced=message.paced,
         adapter=message.adapter if message.HasField("adapter") else None,
+        may_shed=message.may_shed,
     )
 
 

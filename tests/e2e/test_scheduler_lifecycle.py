@@ -99,7 +99,7 @@ async def test_deadlines_while_queued_say_so() -> None:
         error, _ = await failure(stack, text="a", terms={"queue_timeout_ms": 50})
         assert error.reason == "QUEUE_TIMEOUT"
         error, _ = await failure(stack, text="a", terms={"ttft_deadline_ms": 50})
-        assert (error.reason, error.metadata["phase"]) == ("TTFT_DEADLINE", "queued")
+        assert (error.reason, error.metadata["phase"]) == ("DEADLINE_QUEUED", "queued")
         worker.gate.open()
         assert [event async for event in running]
 
@@ -121,7 +121,7 @@ async def test_bare_grpc_deadline_is_told_with_its_phase(pair: Pair) -> None:
     call = stack.generation.Generate(pb.GenerateRequest(text="abc"), timeout=5.0)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         _ = [event async for event in call]
-    assert error_of(caught.value).reason == "DEADLINE_RUNNING"
+    assert error_of(caught.value).reason == "TTFT_DEADLINE"
     worker.gate.open()
     await until(worker.is_empty)
 

@@ -90,7 +90,9 @@ def _parts(annotation: Any) -> Iterator[Any]:
 
 def _help(description: str | None, default: object) -> str:
     text = description or ""
-    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    shown: object = default
+    if isinstance(default, tuple):
+        shown = ",".join("none" if value is None else str(value) for value in default)
     # What is empty, or hidden, is better described than shown.
     if isinstance(shown, str | int | float) and shown != "":
         text += f" (default: {shown})"

@@ -175,6 +175,7 @@ class Status(google.protobuf.message.Message):
     HISTORY_FIELD_NUMBER: builtins.int
     TENANTS_FIELD_NUMBER: builtins.int
     KEY_FILE_PROBLEM_FIELD_NUMBER: builtins.int
+    OVERLOAD_FIELD_NUMBER: builtins.int
     scheduler_id: builtins.str
     version: builtins.str
     uptime_s: builtins.float
@@ -205,6 +206,10 @@ class Status(google.protobuf.message.Message):
     def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TenantStatus]:
         """Tenants with live requests or arrivals, by name."""
 
+    @property
+    def overload(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___OverloadStatus]:
+        """What leads to `level`, one entry per model; empty when the ladder is off."""
+
     def __init__(
         self,
         *,
@@ -222,9 +227,10 @@ class Status(google.protobuf.message.Message):
         history: collections.abc.Iterable[global___HistoryPoint] | None = ...,
         tenants: collections.abc.Iterable[global___TenantStatus] | None = ...,
         key_file_problem: builtins.str | None = ...,
+        overload: collections.abc.Iterable[global___OverloadStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "key_file_problem", b"key_file_problem", "rates", b"rates"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "outcomes", b"outcomes", "queues", b"queues", "rates", b"rates", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "outcomes", b"outcomes", "overload", b"overload", "queues", b"queues", "rates", b"rates", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_key_file_problem", b"_key_file_problem"]) -> typing.Literal["key_file_problem"] | None: ...
 
 global___Status = Status
@@ -354,6 +360,80 @@ class HistoryPoint(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["level", b"level", "live_requests", b"live_requests", "rates", b"rates", "running", b"running", "uptime_s", b"uptime_s", "waiting", b"waiting"]) -> None: ...
 
 global___HistoryPoint = HistoryPoint
+
+@typing.final
+class OverloadStatus(google.protobuf.message.Message):
+    """Degradation of one model and its inputs; docs/overload.md has the thresholds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    HALF_OPEN_FIELD_NUMBER: builtins.int
+    BACKLOG_FIELD_NUMBER: builtins.int
+    BACKLOG_INTERACTIVE_FIELD_NUMBER: builtins.int
+    WAIT_FIELD_NUMBER: builtins.int
+    WAIT_INTERACTIVE_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    MISSES_FIELD_NUMBER: builtins.int
+    STALLED_MS_FIELD_NUMBER: builtins.int
+    PREDICTED_WAIT_MS_FIELD_NUMBER: builtins.int
+    PREDICTED_TTFT_MS_FIELD_NUMBER: builtins.int
+    TRIM_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    TRIM_MAX_TOKENS_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    level: builtins.int
+    """0 to 4; `Status.level` is the highest."""
+    half_open: builtins.bool
+    """The breaker lets probes in."""
+    backlog: builtins.float
+    """Backlog over the bounds of the queue: of all classes, and of the interactive one."""
+    backlog_interactive: builtins.float
+    wait: builtins.float
+    """Predicted wait over the queue timeout of its class: the worst, and of the interactive one."""
+    wait_interactive: builtins.float
+    blocks: builtins.float
+    """Share of all blocks that running sequences hold, while others wait."""
+    misses: builtins.float
+    """Share of accepted requests that missed a deadline before their first token."""
+    stalled_ms: builtins.float
+    """How long there has been work and no report."""
+    predicted_wait_ms: builtins.float
+    """What a newcomer of the standard class has to expect."""
+    predicted_ttft_ms: builtins.float
+    trim_prompt_tokens: builtins.int
+    """Caps in force for requests that may be trimmed."""
+    trim_max_tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        level: builtins.int = ...,
+        half_open: builtins.bool = ...,
+        backlog: builtins.float = ...,
+        backlog_interactive: builtins.float = ...,
+        wait: builtins.float = ...,
+        wait_interactive: builtins.float = ...,
+        blocks: builtins.float = ...,
+        misses: builtins.float = ...,
+        stalled_ms: builtins.float = ...,
+        predicted_wait_ms: builtins.float | None = ...,
+        predicted_ttft_ms: builtins.float | None = ...,
+        trim_prompt_tokens: builtins.int | None = ...,
+        trim_max_tokens: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "_predicted_wait_ms", b"_predicted_wait_ms", "_trim_max_tokens", b"_trim_max_tokens", "_trim_prompt_tokens", b"_trim_prompt_tokens", "predicted_ttft_ms", b"predicted_ttft_ms", "predicted_wait_ms", b"predicted_wait_ms", "trim_max_tokens", b"trim_max_tokens", "trim_prompt_tokens", b"trim_prompt_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "_predicted_wait_ms", b"_predicted_wait_ms", "_trim_max_tokens", b"_trim_max_tokens", "_trim_prompt_tokens", b"_trim_prompt_tokens", "backlog", b"backlog", "backlog_interactive", b"backlog_interactive", "blocks", b"blocks", "half_open", b"half_open", "level", b"level", "misses", b"misses", "model", b"model", "predicted_ttft_ms", b"predicted_ttft_ms", "predicted_wait_ms", b"predicted_wait_ms", "stalled_ms", b"stalled_ms", "trim_max_tokens", b"trim_max_tokens", "trim_prompt_tokens", b"trim_prompt_tokens", "wait", b"wait", "wait_interactive", b"wait_interactive"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms"]) -> typing.Literal["predicted_ttft_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_predicted_wait_ms", b"_predicted_wait_ms"]) -> typing.Literal["predicted_wait_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_trim_max_tokens", b"_trim_max_tokens"]) -> typing.Literal["trim_max_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_trim_prompt_tokens", b"_trim_prompt_tokens"]) -> typing.Literal["trim_prompt_tokens"] | None: ...
+
+global___OverloadStatus = OverloadStatus
 
 @typing.final
 class QueueStatus(google.protobuf.message.Message):

@@ -170,6 +170,7 @@ class SubmitEvent(google.protobuf.message.Message):
     RESUMED_FIELD_NUMBER: builtins.int
     PACED_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
+    MAY_SHED_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     model: builtins.str
     priority: octavo.v1.common_pb2.Priority.ValueType
@@ -183,6 +184,7 @@ class SubmitEvent(google.protobuf.message.Message):
     deadline: builtins.float
     paced: builtins.bool
     adapter: builtins.str
+    may_shed: builtins.bool
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -208,9 +210,10 @@ class SubmitEvent(google.protobuf.message.Message):
         resumed: collections.abc.Iterable[global___ResumedTokens] | None = ...,
         paced: builtins.bool = ...,
         adapter: builtins.str | None = ...,
+        may_shed: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_adapter", b"_adapter", "_deadline", b"_deadline", "_queue_deadline", b"_queue_deadline", "_ttft_deadline", b"_ttft_deadline", "adapter", b"adapter", "deadline", b"deadline", "queue_deadline", b"queue_deadline", "sampling", b"sampling", "ttft_deadline", b"ttft_deadline"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_adapter", b"_adapter", "_deadline", b"_deadline", "_queue_deadline", b"_queue_deadline", "_ttft_deadline", b"_ttft_deadline", "adapter", b"adapter", "deadline", b"deadline", "model", b"model", "paced", b"paced", "priority", b"priority", "prompt_keys", b"prompt_keys", "prompt_token_ids", b"prompt_token_ids", "queue_deadline", b"queue_deadline", "request_id", b"request_id", "resumed", b"resumed", "root_key", b"root_key", "sampling", b"sampling", "tenant", b"tenant", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_adapter", b"_adapter", "_deadline", b"_deadline", "_queue_deadline", b"_queue_deadline", "_ttft_deadline", b"_ttft_deadline", "adapter", b"adapter", "deadline", b"deadline", "may_shed", b"may_shed", "model", b"model", "paced", b"paced", "priority", b"priority", "prompt_keys", b"prompt_keys", "prompt_token_ids", b"prompt_token_ids", "queue_deadline", b"queue_deadline", "request_id", b"request_id", "resumed", b"resumed", "root_key", b"root_key", "sampling", b"sampling", "tenant", b"tenant", "ttft_deadline", b"ttft_deadline"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_adapter", b"_adapter"]) -> typing.Literal["adapter"] | None: ...
     @typing.overload

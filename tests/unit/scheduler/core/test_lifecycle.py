@@ -174,23 +174,17 @@ def test_deadline_that_has_passed_before_its_timer_fires_keeps_a_request_out_of_
     desk.answer()
     assert all(not plan.admit for plan in desk.plans["w0"])
     desk.wake()
-    assert desk.rejects[late].error.reason is Reason.TTFT_DEADLINE
+    assert desk.rejects[late].error.reason is Reason.DEADLINE_QUEUED
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"ttft_deadline": 0.01}, Reason.TTFT_DEADLINE),
-        ({"deadline": 0.01}, Reason.DEADLINE_RUNNING),
-    ],
-)
-def test_deadline_that_passes_before_the_first_token_refuses_as_a_whole(
-    fields: dict[str, float], reason: Reason
-) -> None:
+@pytest.mark.parametrize("fields", [{"ttft_deadline": 0.01}, {"deadline": 0.01}])
+def test_deadline_that_passes_before_the_first_token_refuses_as_a_whole(fields: dict[str, float]) -> None:
     desk = Desk()
     name = desk.submit(300, max_tokens=50, **fields)
     desk.answer()
-    assert desk.rejects[name].error.reason is reason
+    error = desk.rejects[name].error
+    assert error.reason is Reason.TTFT_DEADLINE
+    assert error.metadata["phase"] == "prefill"
     desk.finish()
 
 

@@ -35,6 +35,7 @@ from scheduler_svc.core import (
     StaticConfig,
     WorkerInfo,
 )
+from scheduler_svc.core.overload import OverloadConfig
 from scheduler_svc.planlog import (
     PlanLogError,
     PlanLogReader,
@@ -56,7 +57,16 @@ from scheduler_svc.planlog.writer import FRAME, MAGIC
 from scheduler_svc.sim import Cell, SimWorkerConfig, StepTimes
 from scheduler_svc.sim.chaos import CHAOS_CONFIG, Chaos
 
-NOT_LOGGED = {"explain_to", "find", "next_wakeup", "queue_position", "snapshot"}
+OVERLOADED = CoreConfig(step_watchdog_s=2.0, max_waiting_requests=40, overload=OverloadConfig())
+NOT_LOGGED = {
+    "caps",
+    "explain_to",
+    "find",
+    "next_wakeup",
+    "queue_position",
+    "refusal_for_load",
+    "snapshot",
+}
 """Methods of the core that decide nothing."""
 
 
@@ -189,7 +199,9 @@ def test_call_that_raises_is_the_last_entry_and_raises_again_in_the_replay(tmp_p
 # Replay
 
 
-@pytest.mark.parametrize("config", [CHAOS_CONFIG, CoreConfig(policy="edf"), CoreConfig(policy="fair")])
+@pytest.mark.parametrize(
+    "config", [CHAOS_CONFIG, CoreConfig(policy="edf"), CoreConfig(policy="fair"), OVERLOADED]
+)
 def test_replay_of_a_faulty_run_makes_the_same_plans(tmp_path: Path, config: CoreConfig) -> None:
     with recording(tmp_path / "plan.log", config, max_bytes=64 << 10, files=1000) as core:
         steps = Chaos(core, seed=11).run(1000).steps

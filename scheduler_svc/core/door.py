@@ -1,0 +1,338 @@
+"""Who may come in: the queue's bounds, the level, and whether a deadline can be met."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.protocol.steps import Priority
+
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.effects import Effect, LogEvent
+from scheduler_svc.core.errors import CoreError, Reason
+from scheduler_svc.core.forecast import Forecast, Prediction
+from scheduler_svc.core.overload import Caps, Controller, Level, Misses, Pressure, Transition
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.events import NewRequest
+    from scheduler_svc.core.fleet import ModelPool
+    from scheduler_svc.core.request import Request, Sequence
+
+MIN_RETRY_S = 0.1
+MAX_RETRY_S = 30.0
+_MOST_MARGIN = 0.25
+"""The margin for errors of a prediction takes at most this share of the time that is left."""
+_EXPIRED = frozenset({Reason.QUEUE_TIMEOUT, Reason.TTFT_DEADLINE, Reason.DEADLINE_QUEUED})
+_FAILED = _EXPIRED | {Reason.STEP_FAILED, Reason.POISON}
+"""Ends that speak against the service; the others are its clients' doing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is known of a newcomer: by estimate before its prompt is tokenized, exactly after."""
+
+    priority: Priority = Priority.STANDARD
+    tenant: str = ""
+    prompt_tokens: int = 0
+    todo_tokens: int = 0
+    """Of these, what has to be computed; 0 before that is known."""
+    output_tokens: int = 1
+    """Tokens that it generates at least."""
+    may_shed: bool = False
+    paced: bool = False
+    queue_deadline: float | None = None
+    ttft_deadline: float | None = None
+    deadline: float | None = None
+    pending_requests: int = 0
+    pending_tokens: int = 0
+    """What is on its way to the queue ahead of it."""
+
+
+class Door:
+    """Admission to one model. Only `observe` and what is told of requests change anything."""
+
+    def __init__(self, config: CoreConfig, pool: ModelPool) -> None:
+        self._config = config
+        self._pool = pool
+        self.forecast = Forecast(pool)
+        # The control arm is what others do: it has bounds, and nothing else.
+        ladder = config.overload if config.static is None else None
+        self.controller = Controller(ladder) if ladder is not None else None
+        self._misses = Misses()
+        self._progress_at = 0.0
+        self._looked_at = 0.0
+
+    @property
+    def level(self) -> Level:
+        """The degradation level."""
+        return self.controller.level if self.controller is not None else Level.NORMAL
+
+    @property
+    def pressure(self) -> Pressure:
+        """The inputs of the level, as last seen."""
+        return self.controller.pressure if self.controller is not None else Pressure()
+
+    def caps(self) -> Caps | None:
+        """Return the limits in force for requests that may be trimmed."""
+        return self.controller.caps() if self.controller is not None else None
+
+    # Newcomers -----------------------------------------------------------------------------------
+
+    def refusal(self, ask: Ask, now: float) -> CoreError | None:
+        """Return why a newcomer is refused, if so."""
+        if ask.paced:
+            # Its client was granted what it sends, and gets no more credits while there is no room.
+            return None
+        return self._refused_by_level(ask, now) or self._full(ask, now) or self._too_late(ask, now)
+
+    def predict(self, ask: Ask, now: float) -> Prediction | None:
+        """Return what a newcomer has to expect, or None while too little is known."""
+        ahead, tokens = self._ahead(ask, now)
+        return self.forecast.predict(ask.priority, ahead, (tokens, ask.todo_tokens), now)
+
+    def displaced(self, ask: Ask) -> Sequence | None:
+        """Return who has to leave a full queue for a newcomer: the last of the lowest class below its own."""
+        if ask.paced or not self._over_bound(ask):
+            return None
+        return self._pool.queue.last_below(ask.priority)
+
+    def displacement(self, now: float) -> CoreError:
+        """Return what those are told who had to leave."""
+        return CoreError(
+            Reason.SHED,
+            "the queue is full, and a request of a higher class took the place",
+            retry_after_s=self.retry_after_s(Priority.BATCH, now),
+            metadata=self._facts(),
+        )
+
+    def retry_after_s(self, priority: Priority, now: float) -> float:
+        """Return when a refused client should come back: when what is ahead of its class has drained."""
+        ahead, _ = self._ahead(Ask(priority=priority), now)
+        drain_s = self.forecast.drain_s(ahead, now)
+        return _bounded(drain_s if drain_s is not None else 1.0)
+
+    # What becomes of them ------------------------------------------------------------------------
+
+    def came_in(self, request: Request, now: float) -> None:
+        """A newcomer is about to be queued."""
+        if not self._outstanding():
+            self._progress_at = now
+        if self.level is Level.OPEN and self.controller is not None and not request.spec.paced:
+            self.controller.breaker.probes.add(request.request_id)
+
+    def first_token(self, request: Request, now: float) -> None:
+        """A request has its first token."""
+        if request.prediction is not None:
+            self._misses.add(now, missed=False)
+        if self.controller is not None:
+            self.controller.breaker.passed(request.request_id)
+
+    def closed(self, request: Request, reason: Reason | None, now: float, out: list[Effect]) -> None:
+        """A request has ended; `reason` is that of its failure, None when it ended well or was cancelled."""
+        if request.got_token:
+            return
+        if reason in _EXPIRED and request.prediction is not None:
+            self._misses.add(now, missed=True)
+        if self.controller is None:
+            return
+        if reason in _FAILED:
+            self._log(self.controller.probe_failed(request.request_id, now), out)
+        else:
+            self.controller.breaker.withdrawn(request.request_id)
+
+    def progressed(self, now: float) -> None:
+        """A worker has reported."""
+        self._progress_at = now
+
+    # The level -----------------------------------------------------------------------------------
+
+    def next_look(self) -> float | None:
+        """Return when `observe` is due without any other event, or None."""
+        if self.controller is None:
+            return None
+        next_at = self._looked_at + self.controller.config.interval_s
+        if self.level or len(self._pool.queue):
+            return next_at
+        stalls_at = self._progress_at + self.controller.config.stall_s
+        return max(next_at, stalls_at) if self._outstanding() else None
+
+    def observe(self, now: float, out: list[Effect]) -> None:
+        """Look at the inputs if it is time to, and move the level."""
+        controller = self.controller
+        if controller is None or now < self._looked_at + controller.config.interval_s:
+            return
+        self._looked_at = now
+        if not self._outstanding():
+            self._progress_at = now
+        self._log(controller.observe(self._measure(now), now), out)
+
+    # Inside --------------------------------------------------------------------------------------
+
+    def _refused_by_level(self, ask: Ask, now: float) -> CoreError | None:
+        controller = self.controller
+        if controller is None or self.level < Level.SHED_BATCH:
+            return None
+        if self.level is Level.OPEN:
+            breaker = controller.breaker
+            if breaker.admits():
+                return None
+            retry = max(breaker.open_until - now, self.retry_after_s(ask.priority, now))
+            return CoreError(
+                Reason.BREAKER_OPEN, "the service has no room at all", _bounded(retry), self._facts()
+            )
+        what = ""
+        if self.level >= Level.SHED_STANDARD and ask.priority > Priority.INTERACTIVE:
+            what = "nothing but the interactive class"
+        elif ask.priority is Priority.BATCH:
+            what = "none of the batch class"
+        elif ask.may_shed and ask.prompt_tokens > controller.config.shed_prompt_tokens:
+            what = f"no prompts of more than {controller.config.shed_prompt_tokens} tokens that may be shed"
+        if not what:
+            return None
+        return CoreError(
+            Reason.SHED,
+            f"at level {int(self.level)} of load the service takes {what}",
+            max(self.retry_after_s(ask.priority, now), controller.config.dwell_s),
+            self._facts(),
+        )
+
+    def _over_bound(self, ask: Ask) -> str | None:
+        """Return the bound of the queue that a newcomer would pass, if any."""
+        queue, config = self._pool.queue, self._config
+        if queue.bounded_requests() + ask.pending_requests >= config.max_waiting_requests:
+            return f"{config.max_waiting_requests} requests"
+        waiting, limit = queue.bounded_tokens() + ask.pending_tokens, config.max_waiting_tokens
+        if limit is not None and waiting > 0 and waiting + ask.prompt_tokens > limit:
+            return f"{limit} tokens"
+        return None
+
+    def _full(self, ask: Ask, now: float) -> CoreError | None:
+        bound = self._over_bound(ask)
+        if bound is None or self._pool.queue.last_below(ask.priority) is not None:
+            return None
+        return CoreError(
+            Reason.QUEUE_FULL,
+            f"the queue is full ({bound})",
+            retry_after_s=self.retry_after_s(ask.priority, now),
+            metadata=self._facts(),
+        )
+
+    def _too_late(self, ask: Ask, now: float) -> CoreError | None:
+        """Return the refusal of a newcomer that would miss a deadline. An idle service always tries."""
+        deadlines = (ask.queue_deadline, ask.ttft_deadline, ask.deadline)
+        if self.controller is None or deadlines == (None, None, None) or not self._outstanding():
+            return None
+        expected = self.predict(ask, now)
+        if expected is None:
+            return None
+        step_s = self.forecast.token_s(now)
+        end_s = expected.ttft_s + (ask.output_tokens - 1) * step_s
+        queue_deadline = ask.queue_deadline
+        if queue_deadline is not None:
+            # No wait at all means: in the next plan or never.
+            queue_deadline = max(queue_deadline, self._pool.looks_until(now) + step_s)
+        for name, at, seconds, error_s in (
+            ("queue timeout", queue_deadline, expected.wait_s, expected.wait_error_s),
+            ("TTFT deadline", ask.ttft_deadline, expected.ttft_s, expected.ttft_error_s),
+            ("deadline", ask.deadline, end_s, expected.ttft_error_s),
+        ):
+            if at is None:
+                continue
+            left_s = at - now
+            if seconds + min(error_s, _MOST_MARGIN * max(0.0, left_s)) > left_s:
+                return CoreError(
+                    Reason.DEADLINE_INFEASIBLE,
+                    f"it would take {seconds:.3f} s, its {name} leaves {left_s:.3f} s",
+                    _bounded(min(seconds - left_s + error_s, expected.wait_s)),
+                    {**self._facts(), "predicted_ms": str(round(seconds * 1000))},
+                )
+        return None
+
+    def _ahead(self, ask: Ask, now: float) -> tuple[int, int]:
+        """Return how many go before a newcomer, and how many tokens they have to compute."""
+        waiting, tokens = self._pool.queue.ahead_of(ask, now)
+        return waiting + ask.pending_requests, tokens + ask.pending_tokens
+
+    def _outstanding(self) -> bool:
+        """Return whether anything waits or runs."""
+        pool = self._pool
+        if len(pool.queue):
+            return True
+        return len(pool.idle) < len(pool.workers) and any(w.in_flight for w in pool.workers.values())
+
+    def _measure(self, now: float) -> Pressure:
+        """Return the inputs of the moment."""
+        pool, config = self._pool, self._config
+        assert self.controller is not None
+        requests = tokens = 0
+        backlog = []
+        for lane in pool.queue.lanes.values():
+            requests += lane.bounded_requests
+            tokens += lane.bounded_tokens
+            share = requests / config.max_waiting_requests
+            if config.max_waiting_tokens is not None:
+                share = max(share, tokens / config.max_waiting_tokens)
+            backlog.append(share)
+        waits = [
+            self._wait_share(priority, timeout_s, now) if timeout_s else 0.0
+            for priority, timeout_s in self.controller.config.queue_timeout_s.items()
+        ]
+        active = sum(worker.pool.active for worker in pool.workers.values())
+        total = sum(worker.info.geometry.num_blocks for worker in pool.workers.values())
+        return Pressure(
+            backlog=(backlog[0], backlog[1], backlog[2]),
+            wait=(waits[0], max(waits)),
+            blocks=active / total if total and len(pool.queue) else 0.0,
+            misses=self._misses.share(now),
+            stalled_s=now - self._progress_at,
+        )
+
+    def _wait_share(self, priority: Priority, timeout_s: float, now: float) -> float:
+        if not len(self._pool.queue):
+            return 0.0
+        expected = self.predict(Ask(priority=priority), now)
+        return expected.wait_s / timeout_s if expected is not None else 0.0
+
+    def _facts(self) -> dict[str, str]:
+        queue = self._pool.queue
+        return {
+            "level": str(int(self.level)),
+            "waiting_requests": str(queue.num_fresh),
+            "waiting_tokens": str(queue.num_tokens),
+        }
+
+    def _log(self, change: Transition | None, out: list[Effect]) -> None:
+        if change is None:
+            return
+        moved = change.former is not change.level
+        fields: dict[str, object] = {
+            "model": self._pool.model,
+            "cause": change.cause,
+            **self.pressure.fields(),
+        }
+        if moved:
+            fields |= {"former_level": int(change.former), "new_level": int(change.level)}
+        out.append(LogEvent("level_changed" if moved else f"breaker_{change.cause}", fields))
+
+
+def ask_of(spec: NewRequest, cached_tokens: int) -> Ask:
+    """Return what a tokenized request asks for."""
+    prompt, sampling = len(spec.prompt_token_ids), spec.sampling
+    resumed = max(map(len, spec.resumed.values()), default=0)
+    certain = sampling.max_tokens if sampling.ignore_eos and not sampling.stop else sampling.min_tokens
+    return Ask(
+        priority=spec.priority,
+        tenant=spec.tenant,
+        prompt_tokens=prompt,
+        todo_tokens=max(1, prompt + resumed - cached_tokens),
+        output_tokens=max(1, (certain or 1) - resumed),
+        may_shed=spec.may_shed,
+        paced=spec.paced,
+        queue_deadline=spec.queue_deadline,
+        ttft_deadline=spec.ttft_deadline,
+        deadline=spec.deadline,
+    )
+
+
+def _bounded(seconds: float) -> float:
+    return min(MAX_RETRY_S, max(MIN_RETRY_S, seconds))
