@@ -29,7 +29,9 @@ def answering(
         try:
             return await method(self, request, context)
         except ServiceError as error:
-            failure = error
+            # Not the exception itself: it holds on to all that its frames held, and a client that does not
+            # read keeps us waiting below for as long as it likes.
+            failure = error.to_proto()
         except grpc.aio.AbortError:
             raise
         except grpc.aio.InternalError:
@@ -37,7 +39,7 @@ def answering(
             raise asyncio.CancelledError from None
         except Exception:  # noqa: BLE001 - logged
             _log.exception("call_failed", method=method.__name__)
-            failure = ServiceError("INTERNAL", "the scheduler failed")
+            failure = ServiceError("INTERNAL", "the scheduler failed").to_proto()
         return await abort(context, failure)
 
     return wrapper

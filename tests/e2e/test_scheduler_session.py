@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from octavo.v1 import common_pb2, generation_pb2_grpc
 from octavo.v1 import generation_pb2 as pb
 
+from scheduler_svc.outbox import SessionOutbox
 from tests.e2e.scheduler_stack import WAIT_S, Output, Stack, Worker, error_of, one_worker, until
 
 Pair = tuple[Stack, Worker]
@@ -244,6 +246,9 @@ async def test_slow_consumer_is_cut_and_others_go_on() -> None:
         await steady.read_until_ended("s")
         assert steady.outputs["s"].text[0] == "steady"
         await until(worker.is_empty)
+        # It has read nothing yet, and what waited for it is gone all the same.
+        gc.collect()
+        assert not any(isinstance(one, SessionOutbox) and one.cut for one in gc.get_objects())
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await slow.read_until_ended("nobody")
         assert error_of(caught.value).reason == "SLOW_CONSUMER"
