@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 
 import structlog
 from octavo.keys import KeyFile, KeyFileError
+from octavo.service.address import AddressTaken, check_address
 from prometheus_client import disable_created_metrics, start_http_server
 
 from scheduler_svc import logs
@@ -33,7 +34,7 @@ from scheduler_svc.models import ModelRegistry
 from scheduler_svc.operations import PinService, StatusService
 from scheduler_svc.pins import PinBoard
 from scheduler_svc.planlog import PlanLogError, PlanLogWriter, RecordingCore
-from scheduler_svc.server import AddressTaken, SchedulerServer, Services, SessionService, check_address
+from scheduler_svc.server import SchedulerServer, Services, SessionService
 from scheduler_svc.session import SessionLimits
 from scheduler_svc.status import StatusBoard
 from scheduler_svc.tenants import Tenants
@@ -60,7 +61,7 @@ def run(settings: SchedulerSettings) -> int:
     try:
         return asyncio.run(_run(settings))
     except AddressTaken as error:
-        log.error("scheduler_cannot_start", reason="ADDRESS_TAKEN", problem=str(error))  # noqa: TRY400 - no bug
+        log.error("scheduler_cannot_start", reason=error.reason, problem=str(error))  # noqa: TRY400 - no bug
         return EXIT_ADDRESS_TAKEN
     except KeyFileError as error:
         log.error("scheduler_cannot_start", reason="KEY_FILE", problem=f"{settings.key_file}: {error}")  # noqa: TRY400 - no bug

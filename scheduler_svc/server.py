@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,6 +11,7 @@ import grpc
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from octavo.service.address import AddressTaken, check_address
 from octavo.v1 import generation_pb2, operations_pb2
 
 from scheduler_svc.access import CHANNELZ, GENERATION, OPERATIONS, Access, AccessInterceptor, presented
@@ -39,10 +39,6 @@ _OPTIONS: Final = (
     # Two processes must never share a port by accident.
     ("grpc.so_reuseport", 0),
 )
-
-
-class AddressTaken(Exception):
-    """A port cannot be had; the message is one line."""
 
 
 class SessionService:
@@ -182,21 +178,3 @@ def _unary(
     method: Callable[..., Any], request: type[Any], response: type[Any]
 ) -> grpc.RpcMethodHandler[Any, Any]:
     return grpc.unary_unary_rpc_method_handler(method, lenient(request), response.SerializeToString)
-
-
-def check_address(host: str, port: int) -> None:
-    """Find out whether a port can be had: here the reason is one line, in gRPC it is a page.
-
-    Raises:
-        AddressTaken: it cannot.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
-        raise AddressTaken(f"cannot listen on {host}:{port}: {error.strerror}") from None

@@ -45,9 +45,3 @@ class DeviceLost(WorkerError):
     """The device is gone; the process cannot go on."""
 
     reason = "DEVICE"
-
-
-class AddressTaken(WorkerError):
-    """The port cannot be had."""
-
-    reason = "ADDRESS"

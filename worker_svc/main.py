@@ -12,21 +12,26 @@ from functools import partial
 from typing import Any, Final
 
 import structlog
+from octavo.service.address import AddressTaken, check_address
 
 from worker_svc import logging as worker_logging
 from worker_svc.config import WorkerSettings
 from worker_svc.describe import describe
-from worker_svc.errors import AddressTaken, ModelLoadError, SettingsError, WorkerError
+from worker_svc.errors import ModelLoadError, SettingsError, WorkerError
 from worker_svc.load import load
 from worker_svc.loop import EngineLoop, Loaded
 from worker_svc.metrics import Metrics, MetricsServer
 from worker_svc.progress import LoadingProgress
 from worker_svc.runner.vllm import placement
-from worker_svc.server import Business, WorkerServer, WorkerService, check_address
+from worker_svc.server import Business, WorkerServer, WorkerService
 from worker_svc.session import Sessions, Terms
 
 EXIT_FAILED: Final = 1
-EXIT_CODES: Final[dict[type[WorkerError], int]] = {SettingsError: 2, ModelLoadError: 3, AddressTaken: 4}
+EXIT_CODES: Final[dict[type[WorkerError | AddressTaken], int]] = {
+    SettingsError: 2,
+    ModelLoadError: 3,
+    AddressTaken: 4,
+}
 """For a worker that cannot start. One that cannot go on exits with EXIT_FAILED, a drained one with 0."""
 
 _CLOSE_S: Final = 1.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from octavo.protocol.convert import ProtocolError
 from octavo.protocol.transport import SERVER_OPTIONS
+from octavo.service.address import AddressTaken, check_address
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 
 from worker_svc.convert import fault_from_proto
-from worker_svc.errors import AddressTaken
 from worker_svc.faults import Faults
 from worker_svc.session import HELLO_TIMEOUT_S, Session, Sessions
 from worker_svc.status import Refusal, abort, malformed
@@ -167,21 +166,3 @@ class WorkerServer:
     async def stop(self, grace_s: float) -> None:
         """Take no new calls and end those that run, after the grace time at the latest."""
         await self._server.stop(grace_s)
-
-
-def check_address(host: str, port: int) -> None:
-    """Find out whether a port can be had: here the reason is one line, in gRPC it is a page.
-
-    Raises:
-        AddressTaken: it cannot.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
-        raise AddressTaken(f"cannot listen on {host}:{port}: {error.strerror}") from None

@@ -147,7 +147,7 @@ async def test_worker_port_in_use_is_one_clear_line_and_an_exit_code(setting: st
         async with started(**{setting: value}) as worker:
             failure = await worker.event("worker_cannot_start")
             assert await worker.exit_code() == 4
-    assert failure["reason"] == "ADDRESS"
+    assert failure["reason"] == "ADDRESS_TAKEN"
     assert failure["problem"] == f"cannot listen on 127.0.0.1:{port}: Address already in use"
 
 

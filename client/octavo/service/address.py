@@ -1,0 +1,45 @@
+"""The address of a service's port: how it is written, and whether it can be had."""
+
+from __future__ import annotations
+
+import re
+import socket
+from typing import Final
+
+_ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(?P<port>\d{1,5})")
+
+
+class AddressTaken(Exception):
+    """A port cannot be had; the message is one line."""
+
+    reason = "ADDRESS_TAKEN"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return the host, without the brackets of an IPv6 address, and the port of `host:port`.
+
+    Raises:
+        ValueError: it is not written so.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError(f"must be host:port, got {address!r}")
+    return match["host"].strip("[]"), int(match["port"])
+
+
+def check_address(host: str, port: int) -> None:
+    """Find out whether a port can be had: here the reason is one line, in gRPC it is a page.
+
+    Raises:
+        AddressTaken: it cannot.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        raise AddressTaken(f"cannot listen on {host}:{port}: {error.strerror}") from None
