@@ -120,15 +120,17 @@ class WorkerLink:
         async with grpc.aio.insecure_channel(self.status.address, options=CHANNEL_OPTIONS) as channel:
             self._stub = cast("worker_pb2_grpc.WorkerAsyncStub", worker_pb2_grpc.WorkerStub(channel))
             while True:
+                began = time.monotonic()
                 self._session = asyncio.create_task(self._attach(self._stub))
                 try:
                     await asyncio.wait([self._session])
                 finally:
                     # Cancelled ourselves, we take the session along.
                     await _cancel(self._session)
-                was_ready = self.attached
+                # One that loads its model makes us wait for its answer: no need to wait between questions, too.
+                soon = self.attached or time.monotonic() - began > _MAX_DELAY_S
                 self._conclude(self._session)
-                delay_s = _FIRST_DELAY_S if was_ready else min(_MAX_DELAY_S, delay_s * 2)
+                delay_s = _FIRST_DELAY_S if soon else min(_MAX_DELAY_S, delay_s * 2)
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 - spreads attempts
 
     # From the driver -----------------------------------------------------------------------------

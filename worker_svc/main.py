@@ -112,6 +112,7 @@ class WorkerProcess:
             return EXIT_FAILED
         finally:
             self._metrics.set_ready(False)
+            self._service.close()
             await server.stop(_CLOSE_S)
             self.engine_stopped = engine_loop.stop(_CLOSE_S)
         log.info("worker_stopped", worker_id=worker_id)

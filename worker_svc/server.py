@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -24,6 +25,8 @@ from worker_svc.session import HELLO_TIMEOUT_S, Session, Sessions
 from worker_svc.status import Refusal, abort, malformed
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+LOADING_WAIT_S: Final = 10.0
+"""How long `Describe` waits for the model; a scheduler waits a little longer for its answer."""
 Context = grpc.aio.ServicerContext[Any, Any]
 _EXPECTED = {"LOADING", "SCHEDULER_ATTACHED", "STALE_EPOCH", "SUPERSEDED", "DRAINING"}
 """Refusals in the ordinary course: a standby meets them every second."""
@@ -45,10 +48,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def __init__(self) -> None:
         self._business: Business | None = None
+        self._decided = asyncio.Event()
+        """Set once it is known whether there will be any business."""
 
     def open(self, business: Business) -> None:
         """Begin to serve."""
         self._business = business
+        self._decided.set()
+
+    def close(self) -> None:
+        """Let nobody wait any more for the model to be loaded."""
+        self._decided.set()
 
     def _open_business(self) -> Business:
         if self._business is None:
@@ -58,8 +68,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: Context
     ) -> worker_pb2.WorkerDescription:
-        """Say what this worker is."""
+        """Say what this worker is; whoever asks while the model loads gets the answer once it has."""
         del request
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOADING_WAIT_S):
+                await self._decided.wait()
         try:
             return self._open_business().description
         except Refusal as refusal:

@@ -20,6 +20,7 @@ from octavo.protocol.transport import CLIENT_OPTIONS, PING_INTERVAL_MS
 from octavo.v1 import common_pb2, operations_pb2, worker_pb2_grpc
 from octavo.v1 import worker_pb2 as pb
 
+from worker_svc import server as server_module
 from worker_svc.config import WorkerSettings
 from worker_svc.describe import describe
 from worker_svc.load import build
@@ -617,7 +618,36 @@ async def test_channelz_knows_the_server(worker: Worker) -> None:
     assert len(answer.server) >= 1
 
 
-async def test_worker_that_loads_answers_unavailable_and_not_serving() -> None:
+async def test_describe_of_a_worker_that_loads_is_answered_once_it_has() -> None:
+    service = WorkerService()
+    server = WorkerServer(service)
+    port = await server.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        call: Any = worker_pb2_grpc.WorkerStub(channel).Describe(pb.DescribeRequest())
+        await health.Check(health_pb2.HealthCheckRequest())
+        assert not call.done()
+        service.open(Business(pb.WorkerDescription(worker_id="w"), sessions=None, faults=None))  # type: ignore[arg-type]
+        assert (await call).worker_id == "w"
+    await server.stop(0)
+
+
+async def test_worker_that_ends_while_it_loads_lets_nobody_wait() -> None:
+    service = WorkerService()
+    server = WorkerServer(service)
+    port = await server.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = worker_pb2_grpc.WorkerStub(channel).Describe(pb.DescribeRequest())
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        service.close()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call
+        assert (await refusal_of(call))[:2] == (grpc.StatusCode.UNAVAILABLE, "LOADING")
+    await server.stop(0)
+
+
+async def test_worker_that_loads_answers_unavailable_and_not_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "LOADING_WAIT_S", 0.0)
     server = WorkerServer(WorkerService())
     port = await server.start("127.0.0.1", 0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

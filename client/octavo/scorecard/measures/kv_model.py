@@ -42,7 +42,7 @@ def _ids(rng: random.Random, count: int) -> list[int]:
 
 def _worker_args(num_blocks: int, *more: str, max_len: int = MAX_LEN) -> tuple[str, ...]:
     limits = ("--max-model-len", str(max_len), "--num-blocks", str(num_blocks), "--dtype", "float32")
-    return (*limits, "--check-integrity", *more)
+    return (*limits, *more)
 
 
 # -- what a hit saves ------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def _tokens(ends: list[list[GenerateResult] | BaseException]) -> list[list[tuple
 )
 def parity_under_pressure() -> Measured:
     """Hold the same conversations twice."""
-    pressed = _worker_args(SMALL_POOL, "--num-host-blocks", str(WORKING_SET_BLOCKS))
+    pressed = _worker_args(SMALL_POOL, "--num-host-blocks", str(WORKING_SET_BLOCKS), "--check-integrity")
     with running(model="demo", worker_args=pressed) as stack:
         under = asyncio.run(_conversations(stack))
     roomy = _worker_args(WORKING_SET_BLOCKS * 2)
@@ -186,7 +186,8 @@ def parity_under_pressure() -> Measured:
 )
 def pressure_failures() -> Measured:
     """Hold the conversations with too little room, without and with faults."""
-    arguments = _worker_args(SMALL_POOL, "--num-host-blocks", str(SMALL_POOL), "--enable-faults")
+    limits = ("--num-host-blocks", str(SMALL_POOL), "--check-integrity", "--enable-faults")
+    arguments = _worker_args(SMALL_POOL, *limits)
     failures: list[str] = []
     preemptions = 0
     with running(model="demo", worker_args=arguments, scheduler_args=("--enable-faults",)) as stack:
