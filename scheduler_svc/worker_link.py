@@ -14,9 +14,11 @@ import grpc
 import structlog
 from octavo.protocol.convert import (
     ProtocolError,
+    admit_to_proto,
     geometry_from_proto,
     keys_from_proto,
     keys_to_proto,
+    leaders_of,
     plan_to_proto,
     report_from_proto,
 )
@@ -127,7 +129,7 @@ class WorkerLink:
                 finally:
                     # Cancelled ourselves, we take the session along.
                     await _cancel(self._session)
-                # One that loads its model makes us wait for its answer: no need to wait between questions, too.
+                # One that loads its model makes us wait for its answer, and need not wait for the question.
                 soon = self.attached or time.monotonic() - began > _MAX_DELAY_S
                 self._conclude(self._session)
                 delay_s = _FIRST_DELAY_S if soon else min(_MAX_DELAY_S, delay_s * 2)
@@ -296,11 +298,13 @@ async def _plan_message(plan: Plan) -> worker_pb2.SchedulerMessage:
     """Convert a plan. Long prompts go in slices, with a turn for others in between."""
     if sum(len(admit.token_ids) for admit in plan.admit) <= _SLICE_TOKENS:
         return worker_pb2.SchedulerMessage(plan=plan_to_proto(plan))
-    without_tokens = tuple([replace(admit, token_ids=()) for admit in plan.admit])
-    message = worker_pb2.SchedulerMessage(plan=plan_to_proto(replace(plan, admit=without_tokens)))
-    for admit, proto in zip(plan.admit, message.plan.admit, strict=True):
-        for start in range(0, len(admit.token_ids), _SLICE_TOKENS):
-            proto.token_ids.extend(admit.token_ids[start : start + _SLICE_TOKENS])
+    message = worker_pb2.SchedulerMessage(plan=plan_to_proto(replace(plan, admit=())))
+    for admit, leader in zip(plan.admit, leaders_of(plan.admit), strict=True):
+        token_ids = admit.token_ids if leader is None else admit.token_ids[admit.prompt_len :]
+        proto = message.plan.admit.add()
+        proto.CopyFrom(admit_to_proto(replace(admit, token_ids=()), leader))
+        for start in range(0, len(token_ids), _SLICE_TOKENS):
+            proto.token_ids.extend(token_ids[start : start + _SLICE_TOKENS])
             await asyncio.sleep(0)
     return message
 

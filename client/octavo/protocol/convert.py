@@ -8,7 +8,7 @@ it checks again. Token arrays stay packed: no object is made per token.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
@@ -51,6 +51,7 @@ __all__ = [
     "geometry_to_proto",
     "keys_from_proto",
     "keys_to_proto",
+    "leaders_of",
     "logprobs_from_proto",
     "logprobs_to_proto",
     "plan_from_proto",
@@ -68,6 +69,8 @@ __all__ = [
 ]
 
 _E = TypeVar("_E", bound=enum.IntEnum)
+_WORTH_SHARING = 64
+"""Tokens of a prompt from which on it is not sent again for the next admission of a plan."""
 
 
 def _member(kind: type[_E], value: int, field: str) -> _E:
@@ -137,15 +140,18 @@ def finish_reason_from_proto(value: int, field: str = "reason") -> FinishReason:
 # Plans
 
 
-def admit_to_proto(admit: Admit) -> worker_pb2.Admit:
-    """Convert one admission."""
+def admit_to_proto(admit: Admit, leader: Admit | None = None) -> worker_pb2.Admit:
+    """Convert one admission; what `leader` begins with, too, is left out."""
+    shared_keys = _num_shared(leader.keys, admit.keys) if leader is not None else 0
     return worker_pb2.Admit(
         handle=admit.handle,
-        token_ids=admit.token_ids,
+        token_ids=admit.token_ids if leader is None else admit.token_ids[admit.prompt_len :],
         prompt_len=admit.prompt_len,
         sampling=sampling_to_proto(admit.sampling),
         choice=admit.choice,
-        keys=keys_to_proto(admit.keys),
+        keys=keys_to_proto(admit.keys[shared_keys:]),
+        prompt_of=leader.handle if leader is not None else None,
+        shared_keys=shared_keys,
         reserve_tokens=admit.reserve_tokens,
         hold_after_finish=admit.hold_after_finish,
         priority=priority_to_proto(admit.priority),
@@ -153,9 +159,44 @@ def admit_to_proto(admit: Admit) -> worker_pb2.Admit:
     )
 
 
-def admit_from_proto(message: worker_pb2.Admit) -> Admit:
-    """Convert one admission; sampling out of range is an error too."""
+def leaders_of(admits: Seq[Admit]) -> list[Admit | None]:
+    """Return for each admission an earlier one of the same prompt, if there is one and it saves something.
+
+    The choices of a request come one after the other, so only the one before is looked at.
+    """
+    leaders: list[Admit | None] = []
+    for admit in admits:
+        leader = admits[len(leaders) - 1] if leaders else None
+        if leader is not None:
+            leader = leaders[-1] or leader
+            same = leader.prompt_len == admit.prompt_len >= _WORTH_SHARING
+            if not same or leader.token_ids[: admit.prompt_len] != admit.token_ids[: admit.prompt_len]:
+                leader = None
+        leaders.append(leader)
+    return leaders
+
+
+def _num_shared(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def admit_from_proto(message: worker_pb2.Admit, leaders: Mapping[int, Admit] | None = None) -> Admit:
+    """Convert one admission; `leaders` are those before it in its plan, by handle.
+
+    Raises:
+        ProtocolError: it is inconsistent, or a sampling value is out of range.
+    """
     token_ids = tuple(message.token_ids[:])
+    keys = keys_from_proto(message.keys, "admit.keys")
+    if message.HasField("prompt_of"):
+        leader = (leaders or {}).get(message.prompt_of)
+        if leader is None or leader.prompt_len != message.prompt_len:
+            raise ProtocolError("admit.prompt_of", f"{message.prompt_of} has no such prompt")
+        if message.shared_keys > len(leader.keys):
+            raise ProtocolError("admit.shared_keys", f"must be at most {len(leader.keys)}")
+        token_ids = tuple(leader.token_ids[: leader.prompt_len]) + token_ids
+        keys = leader.keys[: message.shared_keys] + keys
     sampling = sampling_from_proto(message.sampling)
     if not 1 <= message.prompt_len <= len(token_ids):
         problem = f"must be in [1, {len(token_ids)}] (tokens sent), got {message.prompt_len}"
@@ -168,7 +209,7 @@ def admit_from_proto(message: worker_pb2.Admit) -> Admit:
         prompt_len=message.prompt_len,
         sampling=sampling,
         choice=message.choice,
-        keys=keys_from_proto(message.keys, "admit.keys"),
+        keys=keys,
         reserve_tokens=message.reserve_tokens if message.HasField("reserve_tokens") else None,
         hold_after_finish=message.hold_after_finish,
         priority=priority_from_proto(message.priority, "admit.priority"),
@@ -178,9 +219,10 @@ def admit_from_proto(message: worker_pb2.Admit) -> Admit:
 
 def plan_to_proto(plan: Plan) -> worker_pb2.Plan:
     """Convert a plan."""
+    leaders = leaders_of(plan.admit)
     return worker_pb2.Plan(
         step=plan.step,
-        admit=[admit_to_proto(admit) for admit in plan.admit],
+        admit=[admit_to_proto(admit, leader) for admit, leader in zip(plan.admit, leaders, strict=True)],
         prefill_handles=[handle for handle, _ in plan.prefill],
         prefill_tokens=[tokens for _, tokens in plan.prefill],
         skip=plan.skip,
@@ -205,8 +247,11 @@ def plan_from_proto(message: worker_pb2.Plan) -> Plan:
     _unique("prefill_handles", prefill_handles)
     if 0 in prefill_tokens:
         raise ProtocolError("prefill_tokens", "must be positive")
-    admit = tuple([admit_from_proto(entry) for entry in message.admit])
-    handles = [entry.handle for entry in admit]
+    known: dict[int, Admit] = {}
+    for entry in message.admit:
+        known.setdefault(entry.handle, admit_from_proto(entry, known))
+    admit = tuple(known.values())
+    handles = [entry.handle for entry in message.admit]
     _unique("admit.handle", handles)
     if handles != sorted(handles):
         raise ProtocolError("admit.handle", "must ascend")

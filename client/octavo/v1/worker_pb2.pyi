@@ -396,6 +396,8 @@ class Admit(google.protobuf.message.Message):
     HOLD_AFTER_FINISH_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
+    PROMPT_OF_FIELD_NUMBER: builtins.int
+    SHARED_KEYS_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Never reused within a session; ascending."""
     prompt_len: builtins.int
@@ -410,6 +412,10 @@ class Admit(google.protobuf.message.Message):
     priority: octavo.v1.common_pb2.Priority.ValueType
     """Order in which scarce blocks are given: lower first, then by handle."""
     adapter: builtins.str
+    prompt_of: builtins.int
+    """An earlier admission of this plan that begins with the same prompt, which then is missing in `token_ids`."""
+    shared_keys: builtins.int
+    """Its first so many keys are missing in `keys`."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt and, on resume, output so far."""
@@ -431,11 +437,15 @@ class Admit(google.protobuf.message.Message):
         hold_after_finish: builtins.bool = ...,
         priority: octavo.v1.common_pb2.Priority.ValueType = ...,
         adapter: builtins.str | None = ...,
+        prompt_of: builtins.int | None = ...,
+        shared_keys: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_adapter", b"_adapter", "_reserve_tokens", b"_reserve_tokens", "adapter", b"adapter", "reserve_tokens", b"reserve_tokens", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_adapter", b"_adapter", "_reserve_tokens", b"_reserve_tokens", "adapter", b"adapter", "choice", b"choice", "handle", b"handle", "hold_after_finish", b"hold_after_finish", "keys", b"keys", "priority", b"priority", "prompt_len", b"prompt_len", "reserve_tokens", b"reserve_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_adapter", b"_adapter", "_prompt_of", b"_prompt_of", "_reserve_tokens", b"_reserve_tokens", "adapter", b"adapter", "prompt_of", b"prompt_of", "reserve_tokens", b"reserve_tokens", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_adapter", b"_adapter", "_prompt_of", b"_prompt_of", "_reserve_tokens", b"_reserve_tokens", "adapter", b"adapter", "choice", b"choice", "handle", b"handle", "hold_after_finish", b"hold_after_finish", "keys", b"keys", "priority", b"priority", "prompt_len", b"prompt_len", "prompt_of", b"prompt_of", "reserve_tokens", b"reserve_tokens", "sampling", b"sampling", "shared_keys", b"shared_keys", "token_ids", b"token_ids"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_adapter", b"_adapter"]) -> typing.Literal["adapter"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prompt_of", b"_prompt_of"]) -> typing.Literal["prompt_of"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_reserve_tokens", b"_reserve_tokens"]) -> typing.Literal["reserve_tokens"] | None: ...
 

@@ -283,3 +283,46 @@ def test_report_with_a_lone_surrogate_in_an_error_still_goes_out() -> None:
         errors=(steps.StepError((), "EXCEPTION", "bad \udc80 name"),),
     )
     assert convert.report_from_proto(convert.report_to_proto(report)).errors[0].message == "bad ? name"
+
+
+def siblings(count: int, prompt_tokens: int) -> steps.Plan:
+    """Choices of one request, each with output of its own, after a request of somebody else."""
+    prompt = tuple(range(prompt_tokens))
+    prompt_keys = tuple(number.to_bytes(16, "little") for number in range(prompt_tokens // 16))
+    sampling = SamplingParams(seed=1, max_tokens=8)
+    other = steps.Admit(1, (7, *prompt[1:]), prompt_tokens, sampling)
+    choices = [
+        steps.Admit(
+            handle=2 + choice,
+            token_ids=prompt + (choice,) * choice,
+            prompt_len=prompt_tokens,
+            sampling=sampling,
+            choice=choice,
+            keys=prompt_keys + ((bytes([choice]) * 16),) * (choice % 2),
+        )
+        for choice in range(count)
+    ]
+    return steps.Plan(1, admit=(other, *choices))
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 63, 64, 5000])
+def test_plan_of_many_choices_comes_back_as_it_was(prompt_tokens: int) -> None:
+    plan = siblings(6, prompt_tokens)
+    sent = convert.plan_to_proto(plan).SerializeToString()
+    assert convert.plan_from_proto(worker_pb2.Plan.FromString(sent)) == plan
+
+
+def test_prompt_of_many_choices_is_sent_once() -> None:
+    sizes = {count: convert.plan_to_proto(siblings(count, 5000)).ByteSize() for count in (1, 128)}
+    assert sizes[128] < 2 * sizes[1]
+
+
+def test_admission_that_shares_what_is_not_there_is_an_error() -> None:
+    message = convert.plan_to_proto(siblings(2, 100))
+    message.admit[2].prompt_of = 99
+    with pytest.raises(ProtocolError, match="prompt_of"):
+        convert.plan_from_proto(message)
+    message.admit[2].prompt_of = 2
+    message.admit[2].shared_keys = 1000
+    with pytest.raises(ProtocolError, match="shared_keys"):
+        convert.plan_from_proto(message)
