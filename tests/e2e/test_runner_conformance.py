@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
 from worker_svc.config import WorkerSettings
 from worker_svc.engine import Engine, EngineConfig
+from worker_svc.errors import StepOutOfMemory
 from worker_svc.load import load_runner
 from worker_svc.runner.base import ModelInfo, ModelRunner
 
@@ -151,6 +153,32 @@ def test_runner_pool_too_small_for_all_still_matches_transformers(subject: Subje
     workload.run(jobs, disturb=True)
 
     assert workload.seen["refused"]
+    assert all(subject.reference.mismatches(job)[0] == 0 for job in jobs)
+
+
+def test_runner_out_of_memory_after_all_was_computed_changes_no_token(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real memory runs out anywhere in a step; what was computed before must not count twice."""
+    runner: Any = subject.runner
+    owner, name = (runner._engine, "step") if subject.info.runner == "vllm" else (runner, "_step")
+    compute = getattr(owner, name)
+    chance = random.Random(4)
+    failures = 0
+
+    def run_out(*arguments: object) -> object:
+        nonlocal failures
+        result = compute(*arguments)
+        if chance.random() < 0.1:
+            failures += 1
+            raise StepOutOfMemory("injected")
+        return result
+
+    monkeypatch.setattr(owner, name, run_out)
+    jobs = greedy_jobs(VOCAB_SIZE, count=24, longest=240, max_tokens=24, seed=5)
+    subject.workload(seed=5).run(jobs, disturb=True)
+
+    assert failures >= 5
     assert all(subject.reference.mismatches(job)[0] == 0 for job in jobs)
 
 
