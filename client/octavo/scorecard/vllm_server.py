@@ -62,10 +62,14 @@ async def vllm_serve(*arguments: str) -> AsyncIterator[VllmServer]:
 
 
 def _environment() -> dict[str, str]:
-    from worker_svc.runner.vllm import placement
+    from worker_svc.runner.vllm import installed, placement
 
     cores = len(os.sched_getaffinity(0))
-    environment = {**os.environ, **placement.environment(os.environ, cores, 1, None)}
+    environment = {
+        **os.environ,
+        **(installed.compile_environment() if installed.is_cpu_build() else {}),
+        **placement.environment(os.environ, cores, 1, None),
+    }
     # vLLM binds its threads itself, to both cores if told to reserve none.
     environment.pop("VLLM_CPU_OMP_THREADS_BIND", None)
     environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
@@ -73,7 +77,9 @@ def _environment() -> dict[str, str]:
 
 
 def _start(log: Path, environment: dict[str, str], arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
+    # What `vllm serve` runs; the command itself does not start from the CPU build's package.
+    model, *flags = arguments
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
     with log.open("wb") as file:
         return subprocess.Popen(command, env=environment, stdout=file, stderr=file)  # noqa: S603 - fixed
 
