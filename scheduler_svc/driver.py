@@ -31,7 +31,7 @@ from scheduler_svc.core.effects import (
 )
 from scheduler_svc.core.errors import CoreError
 from scheduler_svc.core.events import WorkerInfo
-from scheduler_svc.core.overload import Caps
+from scheduler_svc.core.overload import Caps, Level
 from scheduler_svc.core.snapshot import CoreSnapshot
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.metrics import Metrics
@@ -145,6 +145,11 @@ class Driver:
     def refusal_for_load(self, model: str, ask: Ask) -> CoreError | None:
         """Return why a request would be refused for load right now. Call it on the event loop only."""
         return self._core.refusal_for_load(model, ask, self._clock())
+
+    @property
+    def level(self) -> Level:
+        """The highest degradation level of any model."""
+        return self._core.level
 
     def caps(self, model: str) -> Caps | None:
         """Return the limits in force for requests that may be trimmed. Call it on the event loop only."""

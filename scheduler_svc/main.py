@@ -233,7 +233,7 @@ class SchedulerProcess:
             settings.max_backlog_bytes,
             settings.max_session_requests,
             seats=lambda: sum(worker.max_num_seqs for worker in driver.snapshot().workers),
-            shedding=lambda: any(m.level >= Level.SHED_BATCH for m in driver.snapshot().overload),
+            shedding=lambda: driver.level >= Level.SHED_BATCH,
         )
         sessions = SessionService(intake, driver, limits)
         driver.on_level = sessions.top_up

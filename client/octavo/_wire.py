@@ -14,7 +14,16 @@ from octavo.keys import QUOTAS, Quotas
 from octavo.protocol.convert_sampling import sampling_to_proto
 from octavo.protocol.steps import Priority, TokenLogprobs
 from octavo.sampling import SamplingParams
-from octavo.status import HistoryPoint, PoolStatus, QueueStatus, Rates, Status, TenantStatus, WorkerStatus
+from octavo.status import (
+    HistoryPoint,
+    OverloadStatus,
+    PoolStatus,
+    QueueStatus,
+    Rates,
+    Status,
+    TenantStatus,
+    WorkerStatus,
+)
 from octavo.types import (
     Accepted,
     BatchItem,
@@ -300,6 +309,7 @@ def status(message: operations_pb2.Status) -> Status:
             for one in message.history
         ),
         tenants=tuple(_tenant(one) for one in message.tenants),
+        overload=tuple(_overload(one) for one in message.overload),
         key_file_problem=message.key_file_problem if message.HasField("key_file_problem") else None,
     )
 
@@ -318,6 +328,29 @@ def _rates(message: operations_pb2.Rates) -> Rates:
         itl_p50_s=message.itl_p50_ms / 1000,
         itl_p99_s=message.itl_p99_ms / 1000,
         refused_per_s=message.refused_per_s,
+    )
+
+
+def _overload(message: operations_pb2.OverloadStatus) -> OverloadStatus:
+    def given(name: str) -> Any:
+        return getattr(message, name) if message.HasField(cast("Any", name)) else None
+
+    wait_ms, ttft_ms = given("predicted_wait_ms"), given("predicted_ttft_ms")
+    return OverloadStatus(
+        model=message.model,
+        level=message.level,
+        half_open=message.half_open,
+        backlog=message.backlog,
+        backlog_interactive=message.backlog_interactive,
+        wait=message.wait,
+        wait_interactive=message.wait_interactive,
+        blocks=message.blocks,
+        misses=message.misses,
+        stalled_s=message.stalled_ms / 1000,
+        predicted_wait_s=wait_ms / 1000 if wait_ms is not None else None,
+        predicted_ttft_s=ttft_ms / 1000 if ttft_ms is not None else None,
+        trim_prompt_tokens=given("trim_prompt_tokens"),
+        trim_max_tokens=given("trim_max_tokens"),
     )
 
 

@@ -116,6 +116,29 @@ class HistoryPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class OverloadStatus:
+    """Degradation of one model and its inputs; docs/overload.md has the thresholds."""
+
+    model: str
+    level: int
+    half_open: bool
+    """The breaker lets probes in."""
+    backlog: float
+    backlog_interactive: float
+    wait: float
+    wait_interactive: float
+    blocks: float
+    misses: float
+    stalled_s: float
+    predicted_wait_s: float | None
+    """What a newcomer of the standard class has to expect; None while too little is known."""
+    predicted_ttft_s: float | None
+    trim_prompt_tokens: int | None
+    """Caps in force for requests that may be trimmed; None at level 0."""
+    trim_max_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """A scheduler. The sum of `outcomes` and `live_requests` is `arrivals`."""
 
@@ -134,5 +157,7 @@ class Status:
     history: tuple[HistoryPoint, ...] = ()
     """Where it was asked for: the last ten minutes, one point each two seconds, oldest first. While
     watching, those since the status before."""
+    overload: tuple[OverloadStatus, ...] = ()
+    """What leads to `level`, one entry per model; empty when the ladder is off."""
     key_file_problem: str | None = None
     """Why the key file as it is now cannot be used; the last good one is in force."""

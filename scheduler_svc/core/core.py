@@ -20,7 +20,7 @@ from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
 from scheduler_svc.core.events import NewRequest, WorkerInfo
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.lifecycle import Lifecycle
-from scheduler_svc.core.overload import Caps
+from scheduler_svc.core.overload import Caps, Level
 from scheduler_svc.core.planning import ContinuousPlanner, Explain
 from scheduler_svc.core.reports import ReportReader
 from scheduler_svc.core.request import Request, Sequence, Status
@@ -197,6 +197,11 @@ class SchedulerCore:
     def snapshot(self, now: float) -> CoreSnapshot:
         """Return the figures of the moment."""
         return take_snapshot(self._lifecycle, self._pools, now)
+
+    @property
+    def level(self) -> Level:
+        """The highest degradation level of any model."""
+        return max((pool.door.level for pool in self._pools.values()), default=Level.NORMAL)
 
     def refusal_for_load(self, model: str, ask: Ask, now: float) -> CoreError | None:
         """Return why a request that is not tokenized yet would be refused for load. Changes nothing."""

@@ -48,7 +48,9 @@ class TimerWheel(Generic[K]):
     def arm(self, key: K, at: float) -> None:
         """Set or move the timer of `key`."""
         self.disarm(key)
-        self._put(key, math.ceil(at / RESOLUTION_S))
+        tick = math.ceil(at / RESOLUTION_S)
+        # A division may round down to just before the time.
+        self._put(key, tick + (tick * RESOLUTION_S < at))
 
     def disarm(self, key: K) -> None:
         """Remove the timer of `key`, if any."""
@@ -69,15 +71,19 @@ class TimerWheel(Generic[K]):
     def expire(self, now: float) -> list[K]:
         """Remove and return the keys whose time has come."""
         fired: list[K] = []
-        self._tick = max(self._tick, math.floor(now / RESOLUTION_S))
-        while self._order and self._order[0][0] * RESOLUTION_S <= now:
+        # The last tick that is not after now, as times are made from ticks: a division may be off by one.
+        tick = math.floor(now / RESOLUTION_S) + 1
+        while tick * RESOLUTION_S > now:
+            tick -= 1
+        self._tick = max(self._tick, tick)
+        while self._order and self._order[0][0] <= self._tick:
             slot = heapq.heappop(self._order)
-            for key, tick in self._slots.pop(slot).items():
+            for key, at in self._slots.pop(slot).items():
                 del self._slot_of[key]
-                if tick * RESOLUTION_S <= now:
+                if at <= self._tick:
                     fired.append(key)
                 else:
-                    self._put(key, tick)
+                    self._put(key, at)
         return fired
 
     def _put(self, key: K, tick: int) -> None:
