@@ -16,6 +16,10 @@ BENCHES: Final = {
         "octavo.bench.chunked",
         "what chunked prefill spares running requests while long prompts arrive",
     ),
+    "overload": (
+        "octavo.bench.overload",
+        "a service driven past its capacity and back: what it refuses, keeps, and how soon it recovers",
+    ),
     "fragmentation": (
         "octavo.bench.fragmentation",
         "how much of the KV memory holds tokens, paged against contiguous",

@@ -1,0 +1,125 @@
+"""`octavo bench overload`: a service driven past its capacity and back, as a timeline."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.bench import BenchError
+from octavo.cli import output
+from octavo.stack import Stack, StackConfig, StackError
+
+if TYPE_CHECKING:
+    from octavo.bench.overload.timeline import Timeline
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "--endpoint", metavar="HOST:PORT", help="a scheduler to drive; by default a stack is started"
+    )
+    parser.add_argument(
+        "--model", default="demo", help="of the stack that is started; `sim` needs no model (default: demo)"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=16, metavar="N", help="of the stack that is started (default 16)"
+    )
+    parser.add_argument(
+        "--capacity", type=float, metavar="X", help="requests per second; by default it is measured"
+    )
+    parser.add_argument(
+        "--load", type=float, default=2.0, metavar="X", help="overload, over the capacity (default 2)"
+    )
+    parser.add_argument(
+        "--base", type=float, default=0.5, metavar="X", help="load before and after (default 0.5)"
+    )
+    parser.add_argument(
+        "--phases", default="40,60,40", metavar="S,S,S", help="seconds before, of and after the overload"
+    )
+    parser.add_argument(
+        "--priority", choices=("interactive", "standard", "batch"), default="interactive", help="class"
+    )
+    parser.add_argument("--calibrate", type=float, default=20.0, metavar="S", help="seconds at capacity")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write timeline.json and timeline.png there")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Drive; return the table.
+
+    Raises:
+        BenchError: it cannot be done as asked, or the folder cannot be written.
+    """
+    phases = _phases(arguments.phases)
+    if min(arguments.load, arguments.base, arguments.calibrate, arguments.max_num_seqs) <= 0:
+        raise BenchError("loads, seconds and sequences must be positive")
+    with ExitStack() as stack:
+        endpoint = arguments.endpoint or _start(stack, arguments)
+        timeline = asyncio.run(_drive(endpoint, arguments, phases))
+    if arguments.out is not None:
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            (arguments.out / "timeline.json").write_text(json.dumps(timeline.as_record(), indent=2))
+            timeline.plot(arguments.out / "timeline.png")
+        except OSError as error:
+            raise BenchError(str(error)) from error
+        output.note(f"wrote {arguments.out}/timeline.json and timeline.png")
+    return json.dumps(timeline.as_record(), indent=2) if arguments.json else timeline.as_text()
+
+
+def _phases(text: str) -> tuple[float, float, float]:
+    try:
+        before, during, after = map(float, text.split(","))
+    except ValueError:
+        raise BenchError(f"--phases is three numbers of seconds, got {text!r}") from None
+    if min(before, during, after) <= 0:
+        raise BenchError("phases must take some time")
+    return before, during, after
+
+
+def _start(stack: ExitStack, arguments: argparse.Namespace) -> str:
+    """Start scheduler and worker; return where they are."""
+    seats = ("--max-num-seqs", str(arguments.max_num_seqs))
+    child = stack.enter_context(Stack(StackConfig(model=arguments.model, worker_args=seats)))
+    try:
+        with output.ProgressLine() as line:
+            child.wait_ready(on_progress=line)
+    except StackError as error:
+        raise BenchError(str(error)) from error
+    return child.endpoint
+
+
+async def _drive(
+    endpoint: str, arguments: argparse.Namespace, phases: tuple[float, float, float]
+) -> Timeline:
+    # Not earlier: they need the extra `bench`, and the help does not.
+    from octavo.bench.load.arrivals import Phase, Phases  # noqa: PLC0415
+    from octavo.bench.load.targets.octavo import OctavoTarget  # noqa: PLC0415
+    from octavo.bench.overload.drive import TTFT_SLO_S, Calibration, Mix, calibrate, through, watch  # noqa: PLC0415
+    from octavo.bench.overload.timeline import Timeline  # noqa: PLC0415
+
+    mix = Mix(options={"priority": arguments.priority, "ttft_deadline": TTFT_SLO_S})
+    before, during, after = phases
+    async with OctavoTarget(endpoint) as target:
+        seats = target.record.details["max_num_seqs"] * target.record.details["workers"]
+        output.note("measuring the capacity")
+        # No deadline here: whoever waits for a place is to get it.
+        measured = await calibrate(target, Mix(), 2 * seats, arguments.calibrate)
+        if arguments.capacity is not None:
+            measured = Calibration(arguments.capacity, measured.unloaded_tpot_s, measured.unloaded_ttft_s)
+        capacity = measured.capacity_per_s
+        output.note(f"{capacity:.2f} requests per second; driving {arguments.load:g} times as many")
+        plan = Phases(
+            (
+                Phase(before, arguments.base * capacity),
+                Phase(during, arguments.load * capacity),
+                Phase(after, arguments.base * capacity),
+            )
+        )
+        async with watch(target.client) as looks:
+            record = await through(target, mix, plan)
+    return Timeline(record, looks, measured, before, before + during, min(5.0, before / 4))
