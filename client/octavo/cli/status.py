@@ -16,9 +16,9 @@ from octavo.status import HistoryPoint, Status
 
 _STATE_COLOURS: Final = {"ready": "green", "draining": "yellow", "connecting": "yellow", "lost": "red"}
 _MAX_POINTS: Final = 300
-# The other screen of the terminal, without a cursor.
-_OPEN_SCREEN: Final = "\x1b[?1049h\x1b[?25l"
-_CLOSE_SCREEN: Final = "\x1b[?25h\x1b[?1049l"
+# The other screen of the terminal, where long lines are cut, without a cursor.
+_OPEN_SCREEN: Final = "\x1b[?1049h\x1b[?7l\x1b[?25l"
+_CLOSE_SCREEN: Final = "\x1b[?25h\x1b[?7h\x1b[?1049l"
 
 
 def configure(parser: argparse.ArgumentParser, name: str) -> None:

@@ -95,8 +95,8 @@ def test_watch_draws_on_the_other_screen_and_leaves_the_terminal_as_it_was(
     threaded: ThreadedScheduler,
 ) -> None:
     text = on_terminal(threaded, "status", "--watch", "0.1")
-    assert text.startswith("\x1b[?1049h\x1b[?25l")
-    assert text.endswith("\x1b[?25h\x1b[?1049l")
+    assert text.startswith("\x1b[?1049h\x1b[?7l\x1b[?25l")
+    assert text.endswith("\x1b[?25h\x1b[?7h\x1b[?1049l")
     frames = text.split("\x1b[H")[1:]
     assert len(frames) == 3
     for frame in frames:
