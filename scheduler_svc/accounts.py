@@ -94,7 +94,7 @@ class Accounts:
         self.live = 0
         self.outcomes: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
-        """Refused for load since they were last logged."""
+        """Refused for want of room since they were last logged."""
         self.recent_requests = RecentSum()
         self.recent_prompt_tokens = RecentSum()
         self.recent_output_tokens = RecentSum()
@@ -112,7 +112,7 @@ class Accounts:
         self.recent_requests.add(now, 1)
         return RequestRecord(self, transport, now)
 
-    def refused(self, transport: str, priority: int, reason: str) -> None:
+    def refused(self, transport: str, priority: int, tenant: str, reason: str) -> None:
         """Account for an arrival that there is no room for: counters, and one log line a second for all."""
         self.arrivals += 1
         self.outcomes[reason] += 1
@@ -120,6 +120,7 @@ class Accounts:
         self.recent_requests.add(now, 1)
         self.recent_refusals.add(now, 1)
         self.metrics.refused(transport, priority, reason)
+        self.metrics.tenant_outcomes.labels(tenant, reason).inc()
         if not self._refusals:
             asyncio.get_running_loop().call_later(_REFUSALS_LOGGED_EVERY_S, self._log_refusals)
         self._refusals[reason] += 1

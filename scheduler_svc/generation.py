@@ -48,7 +48,7 @@ class GenerationService:
         key = presented(context.invocation_metadata())
         stream = Stream(outbox, "generate", rpc_deadline(context, now), key)
         if not isinstance(request, Malformed):
-            no_room = self._intake.refuse_for_load(request, stream)
+            no_room = self._intake.refuse_at_once(request, stream)
             if no_room is not None:
                 raise no_room
         record = self._intake.open(stream)

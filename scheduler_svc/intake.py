@@ -53,19 +53,23 @@ class Intake:
         """Account for an arrival."""
         return self._accounts.open(stream.transport)
 
-    def refuse_for_load(self, message: pb.GenerateRequest, stream: Stream) -> ServiceError | None:
+    def refuse_at_once(self, message: pb.GenerateRequest, stream: Stream) -> ServiceError | None:
         """Return why there is no room for an arrival, which is then accounted for, or None.
 
-        One whose key is no good is let through, to be told that.
+        There is none when its tenant is over a quota, or for the load. One whose key is no good is let
+        through, to be told that.
         """
         try:
             tenant = self._tenant(message, stream)
         except ServiceError:
             return None
         now = self._accounts.clock()
-        error = self._gate.refusal(message, now, tenant=tenant.name, paced=stream.paced)
+        state = self._tenants.state(tenant, now)
+        error = state.refusal(Estimate.of(message), now, paced=stream.paced)
+        if error is None:
+            error = self._gate.refusal(message, now, tenant=tenant.name, paced=stream.paced)
         if error is not None:
-            self._accounts.refused(stream.transport, message.terms.priority, error.reason)
+            self._accounts.refused(stream.transport, message.terms.priority, tenant.name, error.reason)
         return error
 
     async def start(
@@ -88,7 +92,7 @@ class Intake:
             call = generate_from_proto(message)
             record.request_id = call.request_id
             state = self._tenants.state(tenant, record.arrival)
-            record.seat = state.take(Estimate.of(call), record.arrival, paced=stream.paced)
+            record.seat = state.take(Estimate.of(message), record.arrival, paced=stream.paced)
             arrival = Arrival(
                 core_id=f"{call.request_id}#{next(self._numbers)}",
                 at=record.arrival,

@@ -25,6 +25,7 @@ _ERROR_BUCKETS: Final = (
     -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, -0.05, -0.02, 0.0,
     0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 )  # fmt: skip
+_PRIORITIES: Final = frozenset(Priority)
 _PLAN_BUCKETS: Final = (
     0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
 )  # fmt: skip
@@ -200,7 +201,9 @@ class Metrics:
     def refused(self, transport: str, priority: int, reason: str) -> None:
         """Count an arrival that there was no room for."""
         self.arrivals.labels(transport).inc()
-        name = Priority(priority or Priority.STANDARD).name.lower()
+        # One that does not exist was not looked at yet.
+        known = priority if priority in _PRIORITIES else Priority.STANDARD
+        name = Priority(known).name.lower()
         self.outcomes.labels("", name, reason).inc()
 
     def watch(self, snapshot: Callable[[], CoreSnapshot]) -> None:

@@ -109,6 +109,7 @@ class Session:
 
     def _handle(self, message: Incoming) -> None:
         if isinstance(message, Malformed):
+            self._spend_credit()
             self._intake.open(self._stream).end(message.error.reason)
             self._refuse(message.request_id, message.error)
             return
@@ -129,19 +130,19 @@ class Session:
                 self._refuse("", ServiceError.invalid(("message", "must be set")))
 
     def _generate(self, message: pb.GenerateRequest) -> None:
+        in_credit = self._spend_credit()
         if message.request_id and message.request_id not in self._requests:
-            no_room = self._intake.refuse_for_load(message, self._stream)
+            no_room = self._intake.refuse_at_once(message, self._stream)
             if no_room is not None:
                 self._refuse(message.request_id, no_room)
                 return
         record = self._intake.open(self._stream)
-        error = self._refusal(message)
+        error = self._refusal(message, in_credit=in_credit)
         if error is not None:
             record.request_id = message.request_id
             record.end(error.reason)
             self._refuse(message.request_id, error)
             return
-        self._unused_credits -= self._stream.paced
         request_id = message.request_id
         starting = self._intake.start(message, self._stream, record, lambda: self._done(request_id))
         task = self._requests[request_id] = asyncio.create_task(starting)
@@ -161,7 +162,15 @@ class Session:
         elif not task.result().ended:
             self._requests[request_id] = task.result()
 
-    def _refusal(self, message: pb.GenerateRequest) -> ServiceError | None:
+    def _spend_credit(self) -> bool:
+        """Take a credit for a message, whatever becomes of it; return whether it had what it needs."""
+        if not self._stream.paced:
+            return True
+        spent = self._unused_credits > 0
+        self._unused_credits -= spent
+        return spent
+
+    def _refusal(self, message: pb.GenerateRequest, *, in_credit: bool) -> ServiceError | None:
         """Return why a request cannot be taken into this session, if so."""
         if not message.request_id:
             return ServiceError.invalid(("request_id", "must be set in a session"))
@@ -174,7 +183,7 @@ class Session:
         if len(self._requests) >= self._limits.max_requests:
             limit = self._limits.max_requests
             return ServiceError("SESSION_FULL", f"the session has {limit} live requests", retry_after_s=1.0)
-        if self._stream.paced and self._unused_credits < 1:
+        if not in_credit:
             return ServiceError("CREDITS_EXCEEDED", "the session was granted no more requests")
         return None
 
@@ -182,6 +191,7 @@ class Session:
 
     def _refuse(self, request_id: str, error: ServiceError) -> None:
         self._outbox.end(request_id, error.to_proto(), told=False)
+        self.top_up()
 
     def _done(self, request_id: str) -> None:
         self._requests.pop(request_id, None)

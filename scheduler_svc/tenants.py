@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from octavo.keys import Tenant
+from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.calls import ChatPrompt, GenerateCall, TextPrompt
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.metrics import Metrics
 
 # What most tokenizers make of prose; it is corrected within milliseconds.
-_CHARS_PER_TOKEN: Final = 4
-# An id takes two or three bytes in a message.
-_BYTES_PER_ID: Final = 3
+_BYTES_PER_TOKEN: Final = 4
 # What a request without max_tokens is taken to generate before there is experience.
 _OUTPUT_TOKENS: Final = 256.0
 _LEARNING_RATE: Final = 0.1
@@ -39,16 +37,18 @@ class Estimate:
     choices: int = 1
 
     @classmethod
-    def of(cls, call: GenerateCall) -> Estimate:
-        """Return the estimate from the size of the input; does not look at it."""
-        match call.prompt:
-            case TextPrompt(text):
-                prompt = len(text) // _CHARS_PER_TOKEN
-            case ChatPrompt(packed):
-                prompt = len(packed) // _CHARS_PER_TOKEN
+    def of(cls, message: pb.GenerateRequest) -> Estimate:
+        """Return the estimate from the size of a message; does not look at its input."""
+        match message.WhichOneof("input"):
+            case "tokens":
+                prompt = len(message.tokens.ids)
+            case "text":
+                prompt = 1 + len(message.text) // _BYTES_PER_TOKEN
             case _:
-                prompt = len(call.prompt.packed) // _BYTES_PER_ID
-        return cls(prompt + 1, call.sampling.max_tokens, call.sampling.n or 1)
+                prompt = 1 + message.chat.ByteSize() // _BYTES_PER_TOKEN
+        sampling = message.sampling
+        output = sampling.max_tokens if sampling.HasField("max_tokens") else None
+        return cls(prompt, output, max(1, sampling.n))
 
 
 class Bucket:
@@ -141,24 +141,34 @@ class TenantState:
         Raises:
             ServiceError: a quota does not allow it; says which, and when it will.
         """
+        error = self.refusal(estimate, now, paced=paced)
+        if error is not None:
+            raise error
         self.arrivals += 1
-        output = self._mean_output if estimate.output is None else float(estimate.output)
-        tokens = estimate.prompt + round(output * estimate.choices)
-        found = self._excess(estimate.prompt, tokens, now, paced=paced)
-        if found is not None:
-            quota, limit, retry_after_s = found
-            self.over_quota += 1
-            self._metrics.quota_refusals.labels(self.tenant.name, quota).inc()
-            raise ServiceError(
-                "QUOTA_EXCEEDED",
-                f"tenant {self.tenant.name} has reached its quota of {limit} {quota.replace('_', ' ')}",
-                # Rounded up: who comes back then must not come too early.
-                retry_after_s=math.ceil(retry_after_s * 1000 + 1) / 1000,
-                metadata={"tenant": self.tenant.name, "quota": quota, "limit": str(limit)},
-            )
         if self._requests is not None:
             self._requests.take(1, now)
-        return Seat(self, estimate.prompt, tokens, now)
+        return Seat(self, estimate.prompt, self._tokens_of(estimate), now)
+
+    def refusal(self, estimate: Estimate, now: float, *, paced: bool) -> ServiceError | None:
+        """Return why a request that has come passes a quota, and when it will not; None if it fits."""
+        found = self._excess(estimate.prompt, self._tokens_of(estimate), now, paced=paced)
+        if found is None:
+            return None
+        quota, limit, retry_after_s = found
+        self.arrivals += 1
+        self.over_quota += 1
+        self._metrics.quota_refusals.labels(self.tenant.name, quota).inc()
+        return ServiceError(
+            "QUOTA_EXCEEDED",
+            f"tenant {self.tenant.name} has reached its quota of {limit} {quota.replace('_', ' ')}",
+            # Rounded up: who comes back then must not come too early.
+            retry_after_s=math.ceil(retry_after_s * 1000 + 1) / 1000,
+            metadata={"tenant": self.tenant.name, "quota": quota, "limit": str(limit)},
+        )
+
+    def _tokens_of(self, estimate: Estimate) -> int:
+        output = self._mean_output if estimate.output is None else float(estimate.output)
+        return estimate.prompt + round(output * estimate.choices)
 
     def _excess(
         self, prompt_tokens: int, tokens: int, now: float, *, paced: bool

@@ -213,6 +213,34 @@ async def test_paced_session_beyond_its_credits_is_refused(pair: Pair) -> None:
     await client.read_until_ended("r0")
 
 
+@pytest.mark.parametrize("malformed", [False, True])
+async def test_paced_session_gets_back_the_credit_of_what_is_refused(pair: Pair, *, malformed: bool) -> None:
+    """Else a client that keeps to its credits would fall silent after some faults."""
+    stack, _ = pair
+    nameless = pb.SessionRequest(generate=pb.GenerateRequest(text="@@")).SerializeToString()
+    if malformed:
+        nameless = nameless.replace(b"@@", b"\xff\xfe")
+    call: Any = stack.channel.stream_stream(
+        "/octavo.v1.Generation/Session", response_deserializer=pb.SessionEvent.FromString
+    )()
+    await call.write(pb.SessionRequest(open=pb.OpenSession(paced=True)).SerializeToString())
+    credits_, errors = 0, 0
+    async with asyncio.timeout(WAIT_S):
+        for sent in range(100):
+            while credits_ == 0:
+                message = await call.read()
+                credits_ += message.credits
+                errors += len(message.events)
+            credits_ -= 1
+            await call.write(nameless)
+            assert errors <= sent
+        while credits_ < 32 or errors < 100:
+            message = await call.read()
+            credits_ += message.credits
+            errors += len(message.events)
+    call.cancel()
+
+
 async def test_unpaced_session_is_refused_beyond_the_queue_bound() -> None:
     async with one_worker({"max_num_seqs": 1}, max_waiting_requests=2) as (stack, worker):
         client = Client(stack)

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 from octavo.keys import Quotas, Tenant
-from octavo.sampling import SamplingParams
+from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.calls import ChatPrompt, GenerateCall, TextPrompt, TokenPrompt
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.metrics import Metrics
 from scheduler_svc.tenants import Estimate, Seat, Tenants, TenantState
@@ -205,15 +204,16 @@ def test_books_close_and_long_run_rates_keep_to_the_quotas_under_any_traffic() -
 
 
 @pytest.mark.parametrize(
-    ("prompt", "expected"),
+    ("message", "prompt_tokens"),
     [
-        (TextPrompt("word " * 800), 1001),
-        (ChatPrompt(b"x" * 4000), 1001),
-        (TokenPrompt(pb.TokenIds(ids=[20_000] * 1000).SerializeToString()), 1002),
+        (pb.GenerateRequest(text="word " * 800), 1000),
+        (pb.GenerateRequest(chat=pb.Chat(messages=[common_pb2.ChatMessage(content="x" * 4000)])), 1000),
+        (pb.GenerateRequest(tokens=pb.TokenIds(ids=[20_000] * 1000)), 1000),
     ],
 )
-def test_estimate_comes_from_the_size_of_the_input(
-    prompt: TextPrompt | ChatPrompt | TokenPrompt, expected: int
-) -> None:
-    call = GenerateCall("r", "", prompt, SamplingParams(max_tokens=7, n=3))
-    assert Estimate.of(call) == Estimate(expected, 7, 3)
+def test_estimate_comes_from_the_size_of_the_input(message: pb.GenerateRequest, prompt_tokens: int) -> None:
+    estimate = Estimate.of(message)
+    assert (estimate.output, estimate.choices) == (None, 1)
+    assert prompt_tokens <= estimate.prompt <= prompt_tokens + 5
+    message.sampling.max_tokens, message.sampling.n = 7, 3
+    assert (Estimate.of(message).output, Estimate.of(message).choices) == (7, 3)
