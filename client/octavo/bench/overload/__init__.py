@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,7 +84,9 @@ def _phases(text: str) -> tuple[float, float, float]:
 
 def _start(stack: ExitStack, arguments: argparse.Namespace) -> str:
     """Start scheduler and worker; return where they are."""
-    seats = ("--max-num-seqs", str(arguments.max_num_seqs))
+    seats = ["--max-num-seqs", str(arguments.max_num_seqs)]
+    if arguments.model == "sim":
+        seats += ["--runner", "sim"]
     child = stack.enter_context(Stack(StackConfig(model=arguments.model, worker_args=seats)))
     try:
         with output.ProgressLine() as line:
@@ -99,18 +102,19 @@ async def _drive(
     # Not earlier: they need the extra `bench`, and the help does not.
     from octavo.bench.load.arrivals import Phase, Phases  # noqa: PLC0415
     from octavo.bench.load.targets.octavo import OctavoTarget  # noqa: PLC0415
-    from octavo.bench.overload.drive import TTFT_SLO_S, Calibration, Mix, calibrate, through, watch  # noqa: PLC0415
+    from octavo.bench.overload import drive  # noqa: PLC0415
     from octavo.bench.overload.timeline import Timeline  # noqa: PLC0415
 
-    mix = Mix(options={"priority": arguments.priority, "ttft_deadline": TTFT_SLO_S})
     before, during, after = phases
     async with OctavoTarget(endpoint) as target:
         seats = target.record.details["max_num_seqs"] * target.record.details["workers"]
+        vocabulary = await drive.vocabulary_of(target)
         output.note("measuring the capacity")
         # No deadline here: whoever waits for a place is to get it.
-        measured = await calibrate(target, Mix(), 2 * seats, arguments.calibrate)
+        plain = drive.Mix(vocabulary=vocabulary)
+        measured = await drive.calibrate(target, plain, 2 * seats, arguments.calibrate)
         if arguments.capacity is not None:
-            measured = Calibration(arguments.capacity, measured.unloaded_tpot_s, measured.unloaded_ttft_s)
+            measured = replace(measured, capacity_per_s=arguments.capacity)
         capacity = measured.capacity_per_s
         output.note(f"{capacity:.2f} requests per second; driving {arguments.load:g} times as many")
         plan = Phases(
@@ -120,6 +124,7 @@ async def _drive(
                 Phase(after, arguments.base * capacity),
             )
         )
-        async with watch(target.client) as looks:
-            record = await through(target, mix, plan)
+        terms = {"priority": arguments.priority, "ttft_deadline": drive.TTFT_SLO_S}
+        async with drive.watch(target.client) as looks:
+            record = await drive.through(target, replace(plain, options=terms), plan)
     return Timeline(record, looks, measured, before, before + during, min(5.0, before / 4))

@@ -17,6 +17,7 @@ from octavo.bench.load.generator import Limits, Traffic, generate, requests_need
 from octavo.bench.load.records import Outcome, RunRecord
 from octavo.bench.load.summary import Slo
 from octavo.bench.load.target import Request, Target
+from octavo.bench.load.targets.octavo import OctavoTarget
 
 TTFT_SLO_S: Final = 1.5
 TPOT_FACTOR: Final = 4.0
@@ -25,6 +26,8 @@ _UNLOADED_S: Final = 10.0
 _MOST_PER_SLOT_PER_S: Final = 10
 """Requests that are prepared for each slot of a closed loop and second."""
 _LOOK_S: Final = 0.1
+_DRAIN_S: Final = 20.0
+"""What has not ended so long after the window cannot have been good."""
 _VOCABULARY: Final = 1000
 
 
@@ -50,6 +53,13 @@ class Mix:
                 Request(prompt=prompt, prompt_tokens=len(prompt), output_tokens=output, options=self.options)
             )
         return made
+
+
+async def vocabulary_of(target: OctavoTarget) -> tuple[int, int]:
+    """Return a range of token ids that the model of a target has."""
+    models = {model.id: model for model in await target.client.models()}
+    first, last = Mix().vocabulary
+    return first, min(last, models[target.record.model].vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +123,12 @@ async def drive(
         warm_up_s=warm_up_s,
         duration_s=seconds,
     )
-    return await generate(target, traffic, Limits(drain_s=90.0))
+    return await generate(target, traffic, Limits(drain_s=_DRAIN_S))
 
 
 async def at_load(target: Target, mix: Mix, rate_per_s: float, seconds: float, seed: int = 3) -> RunRecord:
-    """Drive a Poisson load; the first fifth of the time on top is warm-up."""
-    return await drive(target, mix, Poisson(rate_per_s), warm_up_s=seconds / 5, seconds=seconds, seed=seed)
+    """Drive a Poisson load; an eighth of the time on top is warm-up."""
+    return await drive(target, mix, Poisson(rate_per_s), warm_up_s=seconds / 8, seconds=seconds, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ _SEATS_FLAGS: Final = ("--max-num-seqs", str(SEATS))
 async def _stack(
     *worker_args: str, scheduler_args: tuple[str, ...] = (), model: str = "demo"
 ) -> AsyncIterator[Stack]:
+    if model == "sim":
+        worker_args += ("--runner", "sim")
     config = StackConfig(model=model, worker_args=worker_args, scheduler_args=scheduler_args)
     with Stack(config) as stack:
         await asyncio.to_thread(stack.wait_ready, READY_S)
