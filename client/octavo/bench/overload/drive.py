@@ -22,7 +22,6 @@ from octavo.bench.load.targets.octavo import OctavoTarget
 TTFT_SLO_S: Final = 1.5
 TPOT_FACTOR: Final = 4.0
 """A request is good when its mean TPOT is within this many times that of an unloaded service."""
-_UNLOADED_S: Final = 10.0
 _MOST_PER_SLOT_PER_S: Final = 10
 """Requests that are prepared for each slot of a closed loop and second."""
 _LOOK_S: Final = 0.1
@@ -79,12 +78,12 @@ class Calibration:
 
 
 async def calibrate(target: Target, mix: Mix, concurrency: int, seconds: float) -> Calibration:
-    """Measure a service unloaded, and then with `concurrency` requests under way all the time.
+    """Measure a service unloaded for half the time, then with `concurrency` requests under way all the time.
 
     Raises:
         BenchError: it does not answer.
     """
-    alone = await drive(target, mix, Closed(1), seconds=_UNLOADED_S, seed=1)
+    alone = await drive(target, mix, Closed(1), seconds=seconds / 2, seed=1)
     answered = [one for one in alone.requests if one.outcome is Outcome.OK][1:]
     if not answered:
         raise BenchError(f"the service answers nothing: {alone.requests[0].reason}")

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 LEVELS: Final = ("normal", "trim", "shed batch", "shed standard", "open")
 WITHIN: Final = 1.2
 """P99 TTFT counts as back when it is at most this many times that of the baseline."""
+ANSWERED: Final = 0.99
 _BUCKET_S: Final = 2.0
+_STEP_S: Final = 0.5
+_LEAST_S: Final = 5.0
+"""Time whose requests are needed to say anything of a P99."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +75,16 @@ class Timeline:
     def latency_back_s(self) -> float:
         """Seconds from the end of the overload until P99 TTFT is that of the baseline again, within 20%.
 
-        The least t for which all requests planned from t on have such a P99; infinite when there is none.
+        The least t for which the requests planned from t on have such a P99 and are answered (99 in 100);
+        infinite when there is none.
         """
         baseline = _quantile(_ttfts(self.between(self.baseline_from_s, self.overload_from_s)), 0.99)
         end = self.run.until_s
-        delay = 0.0
-        while self.overload_to_s + delay < end - 5.0:
-            after = self.between(self.overload_to_s + delay, end)
+        for step in range(int((end - self.overload_to_s - _LEAST_S) / _STEP_S)):
+            after = self.between(self.overload_to_s + step * _STEP_S, end)
             answered = _ttfts(after)
-            if len(answered) == len(after) and _quantile(answered, 0.99) <= WITHIN * baseline:
-                return delay
-            delay += 0.25
+            if len(answered) >= ANSWERED * len(after) and _quantile(answered, 0.99) <= WITHIN * baseline:
+                return step * _STEP_S
         return math.inf
 
     @property
