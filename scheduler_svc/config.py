@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 from octavo.protocol.steps import Priority
-from pydantic import Field, SecretStr, StringConstraints, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
-from pydantic_settings import (
-    SettingsError as SourceError,
-)
+from octavo.service.settings import ServiceSettings
+from pydantic import Field, SecretStr, StringConstraints, field_validator, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from scheduler_svc.core.config import CoreConfig, StaticConfig
 from scheduler_svc.core.overload import OverloadConfig
 
-ENV_PREFIX: Final = "OCTAVO_SCHEDULER_"
-TOML_TABLE: Final = "scheduler"
 MAX_MESSAGE_BYTES: Final = 16 << 20
 
 Count = Annotated[int, Field(ge=1)]
@@ -39,18 +25,12 @@ Range = Annotated[tuple[Count, Count], NoDecode]
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=128)]
 
 
-class SettingsError(Exception):
-    """The settings cannot be used; the message names each fault, one a line."""
+class SchedulerSettings(ServiceSettings):
+    """Everything that can be set of a scheduler."""
 
+    table: ClassVar[str] = "scheduler"
 
-class SchedulerSettings(BaseSettings):
-    """Everything that can be set of a scheduler.
-
-    Each field is also `OCTAVO_SCHEDULER_<NAME>` in the environment and a key of the table
-    `[scheduler]` in the TOML file. Unknown keys are errors in all three.
-    """
-
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="OCTAVO_SCHEDULER_", extra="forbid", frozen=True)
 
     config_file: Path | None = Field(None, description="TOML file with a table [scheduler]")
 
@@ -273,42 +253,6 @@ class SchedulerSettings(BaseSettings):
     def _none(cls, value: object) -> object:
         return None if value == "none" else value
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, environment, then the file that one of them names."""
-        del dotenv_settings, file_secret_settings
-        given = init_settings.init_kwargs if isinstance(init_settings, InitSettingsSource) else {}
-        config_file = given.get("config_file") or os.environ.get(f"{ENV_PREFIX}CONFIG_FILE")
-        table = _read_table(Path(config_file)) if config_file else {}
-        return init_settings, env_settings, InitSettingsSource(settings_cls, table)
-
-    @classmethod
-    def load(cls, flags: Mapping[str, Any]) -> SchedulerSettings:
-        """Return the settings in force; `flags` holds only what was given.
-
-        Raises:
-            SettingsError: a key is unknown or a value is wrong; the message names each, one a line.
-        """
-        unknown = sorted(
-            name
-            for name in os.environ
-            if name.startswith(ENV_PREFIX) and name.removeprefix(ENV_PREFIX).lower() not in cls.model_fields
-        )
-        if unknown:
-            raise SettingsError(f"unknown in the environment: {', '.join(unknown)}")
-        try:
-            return cls(**flags)
-        except ValidationError as error:
-            raise SettingsError("\n".join(map(_describe, error.errors()))) from None
-        except SourceError as error:
-            raise SettingsError(f"in the environment: {error}") from None
 
 
 def check_address(name: str, address: str) -> None:
@@ -316,24 +260,3 @@ def check_address(name: str, address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{name} must be host:port, got {address!r}")
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: {error}") from None
-    table = tables.get(TOML_TABLE, {})
-    if not isinstance(table, dict):
-        raise SettingsError(f"{path}: {TOML_TABLE} must be a table")
-    return table
-
-
-def _describe(error: ErrorDetails) -> str:
-    where = ".".join(map(str, error["loc"]))
-    if error["type"] == "extra_forbidden":
-        return f"{where}: no such setting"
-    problem = error["msg"].removeprefix("Value error, ")
-    return f"{where}: {problem}, got {error['input']!r}" if where else problem

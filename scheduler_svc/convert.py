@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from octavo.protocol.convert import finish_reason_to_proto, logprobs_to_proto
@@ -175,6 +175,12 @@ def fill_finished(message: pb.Finished, finish: FinishChoice, usage: common_pb2.
         message.error.CopyFrom(ServiceError.from_core(finish.error).to_proto())
 
 
-def add_logprobs(message: pb.Delta, logprobs: Sequence[TokenLogprobs]) -> None:
-    """Add the log probabilities of some tokens to a delta."""
-    message.logprobs.extend(map(logprobs_to_proto, logprobs))
+def add_logprobs(
+    message: pb.Delta, logprobs: Sequence[TokenLogprobs], text_of: Callable[[int], bytes]
+) -> None:
+    """Add the log probabilities of some tokens to a delta, with the text of each token."""
+    for entry in logprobs:
+        proto = logprobs_to_proto(entry)
+        proto.token_bytes = text_of(entry.token_id)
+        proto.top_token_bytes.extend(map(text_of, entry.top_token_ids))
+        message.logprobs.append(proto)

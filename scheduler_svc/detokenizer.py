@@ -39,6 +39,9 @@ class Detokenizer(Protocol):
     def stream(self, prompt_tail: Sequence[int], *, keep_special: bool) -> TextStream:
         """Return the stream of a text that goes on after a prompt's last tokens."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the text of one token, special ones too; it may be a part of a character."""
+
 
 class TableKind(enum.Enum):
     """How the bytes of tokens become text."""
@@ -256,6 +259,11 @@ class WindowDetokenizer:
     def stream(self, prompt_tail: Sequence[int], *, keep_special: bool) -> TextStream:
         """Return the stream of a text that goes on after a prompt."""
         return WindowStream(self._decoder, prompt_tail, frozenset() if keep_special else self._special)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the text of a token in the midst of others: decoders may treat the first differently."""
+        once, twice = (self._decoder.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+        return twice[len(once) :].encode()
 
 
 def join_table(

@@ -13,10 +13,10 @@ from typing import Any, Final, NoReturn
 
 import structlog
 from octavo.keys import KeyFile, KeyFileError
+from octavo.service import logs
 from octavo.service.address import AddressTaken, check_address
 from prometheus_client import disable_created_metrics, start_http_server
 
-from scheduler_svc import logs
 from scheduler_svc.access import Access
 from scheduler_svc.accounts import Accounts
 from scheduler_svc.admission import Admission

@@ -48,6 +48,7 @@ class LiveRequest:
         self._outbox = outbox
         self._return_token_ids = call.return_token_ids
         self._skip_text = call.skip_text
+        self._text_of = model.detokenizer.token_bytes
         self._prompt_tokens = len(request.prompt_token_ids)
         self._admitted = admitted
         self._seed = sampling.seed or 0
@@ -213,6 +214,6 @@ class LiveRequest:
             delta.token_ids.extend(token_ids)
             size += 4 * len(token_ids)
         if logprobs:
-            add_logprobs(delta, logprobs)
-            size += sum(_LOGPROBS_BYTES + 8 * len(entry.top_token_ids) for entry in logprobs)
+            add_logprobs(delta, logprobs, self._text_of)
+            size += sum(_LOGPROBS_BYTES * (1 + len(entry.top_token_ids)) for entry in logprobs)
         outbox.grow(size)

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
-from pydantic_settings import (
-    SettingsError as SourceError,
-)
-
-from worker_svc.errors import SettingsError
-
-ENV_PREFIX: Final = "OCTAVO_WORKER_"
-TOML_TABLE: Final = "worker"
+from octavo.service.settings import ServiceSettings
+from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
 _ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(?P<port>\d{1,5})")
 
@@ -45,15 +29,13 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=128)]
 
 
-class WorkerSettings(BaseSettings):
-    """Everything that can be set of a worker.
+class WorkerSettings(ServiceSettings):
+    """Everything that can be set of a worker."""
 
-    Each field is also `OCTAVO_WORKER_<NAME>` in the environment and a key of the table `[worker]` in
-    the TOML file. Unknown keys are errors in all three.
-    """
+    table: ClassVar[str] = "worker"
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX,
+        env_prefix="OCTAVO_WORKER_",
         extra="forbid",
         frozen=True,
     )
@@ -192,61 +174,3 @@ class WorkerSettings(BaseSettings):
     @classmethod
     def _from_json(cls, value: object) -> object:
         return json.loads(value) if isinstance(value, str) else value
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, environment, then the file that one of them names."""
-        del dotenv_settings, file_secret_settings
-        given = init_settings.init_kwargs if isinstance(init_settings, InitSettingsSource) else {}
-        config_file = given.get("config_file") or os.environ.get(f"{ENV_PREFIX}CONFIG_FILE")
-        table = _read_table(Path(config_file)) if config_file else {}
-        return init_settings, env_settings, InitSettingsSource(settings_cls, table)
-
-    @classmethod
-    def load(cls, flags: Mapping[str, Any]) -> WorkerSettings:
-        """Return the settings in force; `flags` holds only what was given.
-
-        Raises:
-            SettingsError: a key is unknown or a value is wrong; the message names each, one a line.
-        """
-        unknown = sorted(
-            name
-            for name in os.environ
-            if name.startswith(ENV_PREFIX) and name.removeprefix(ENV_PREFIX).lower() not in cls.model_fields
-        )
-        if unknown:
-            raise SettingsError(f"unknown in the environment: {', '.join(unknown)}")
-        try:
-            return cls(**flags)
-        except ValidationError as error:
-            raise SettingsError("\n".join(map(_describe, error.errors()))) from None
-        except SourceError as error:
-            raise SettingsError(f"in the environment: {error}") from None
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: {error}") from None
-    table = tables.get(TOML_TABLE, {})
-    if not isinstance(table, dict):
-        raise SettingsError(f"{path}: {TOML_TABLE} must be a table")
-    return table
-
-
-def _describe(error: ErrorDetails) -> str:
-    where = ".".join(map(str, error["loc"]))
-    if error["type"] == "extra_forbidden":
-        return f"{where}: no such setting"
-    problem = error["msg"].removeprefix("Value error, ")
-    return f"{where}: {problem}, got {error['input']!r}" if where else problem

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, Final
 
 import structlog
+from octavo.service import logs
 from octavo.service.address import AddressTaken, check_address
 
-from worker_svc import logging as worker_logging
 from worker_svc.config import WorkerSettings
 from worker_svc.describe import describe
 from worker_svc.errors import ModelLoadError, SettingsError, WorkerError
@@ -44,7 +44,7 @@ def run(settings: WorkerSettings) -> int:
 
     A runner that hangs cannot keep the process alive: then this function does not return, it exits.
     """
-    worker_logging.configure(settings.log_format, settings.log_level)
+    logs.configure(settings.log_format, settings.log_level)
     # Threads that spin while they wait starve each other as soon as anything else uses the cores: on two
     # busy cores a step took 20 times as long. libgomp reads this when torch is loaded, which is later.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -9,7 +9,7 @@ from typing import Final
 from octavo import _wire
 from octavo.errors import ErrorInfo, OctavoError, RequestCancelledError, error_of
 from octavo.protocol.steps import FinishReason, TokenLogprobs
-from octavo.types import Accepted, Choice, Delta, GenerateResult
+from octavo.types import Accepted, Choice, Delta, GenerateResult, Progress
 from octavo.v1 import generation_pb2 as pb
 
 GRACE_S: Final = 2.0
@@ -66,6 +66,7 @@ class Call:
 
     __slots__ = (
         "_accepted_by",
+        "_ended",
         "_fresh",
         "_live",
         "_on_change",
@@ -97,6 +98,7 @@ class Call:
         self._on_change = on_change
         self._live = live
         self._fresh = False
+        self._ended: list[Choice] = []
         self._accepted_by: object = None
 
     def accepted_by(self, stream: object) -> bool:
@@ -165,10 +167,13 @@ class Call:
             _wire.usage(finished.usage),
             _wire.timings(finished.timings),
         )
+        self._ended.append(output.finished)
         if self.error is None:
             self.error = _error_of(finished)
         if all(output.finished for output in self._outputs):
             self._end()
+        elif self._live:
+            self._on_change()
 
     def fail(self, error: OctavoError) -> None:
         """End without a result; nothing happens when it has ended already."""
@@ -195,6 +200,18 @@ class Call:
                 self._fresh = len(self._outputs) > 1
                 return delta
         return None
+
+    def take_progress(self) -> Progress:
+        """Return all that was not taken yet. Runs on the event loop."""
+        deltas = []
+        if self._fresh:
+            self._fresh = False
+            for index, output in enumerate(self._outputs):
+                delta = output.take(index)
+                if delta is not None:
+                    deltas.append(delta)
+        ended, self._ended = self._ended, []
+        return Progress(tuple(deltas), tuple(ended))
 
     def result(self) -> GenerateResult:
         """Return the outcome of a request that is done; raises the error it ended with."""

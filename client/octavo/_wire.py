@@ -238,7 +238,15 @@ def accepted(message: pb.Accepted) -> Accepted:
 def logprobs(messages: Iterable[common_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
     """Convert the log probabilities of some positions."""
     return [
-        TokenLogprobs(one.token_id, one.logprob, one.rank, tuple(one.top_token_ids), tuple(one.top_logprobs))
+        TokenLogprobs(
+            one.token_id,
+            one.logprob,
+            one.rank,
+            tuple(one.top_token_ids),
+            tuple(one.top_logprobs),
+            one.token_bytes,
+            tuple(one.top_token_bytes),
+        )
         for one in messages
     ]
 

@@ -13,7 +13,7 @@ import grpc.aio
 
 from octavo import _wire
 from octavo._call import Call
-from octavo._channel import Endpoints, from_rpc, parse_api_key, parse_endpoints
+from octavo._channel import Connection, Endpoints, from_rpc, parse_api_key, parse_endpoints
 from octavo._core import Core
 from octavo._session import Patience, Transport
 from octavo.errors import InvalidRequestError, OctavoError
@@ -28,6 +28,7 @@ from octavo.types import (
     GenerateResult,
     Messages,
     ModelInfo,
+    Progress,
     Prompt,
     TemplateOptions,
     Tokenization,
@@ -35,6 +36,9 @@ from octavo.types import (
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import operations_pb2
 
+# grpc.health.v1: an empty request asks for the server as a whole, the answer's first field is its state.
+_HEALTH: Final = "/grpc.health.v1.Health/Check"
+_SERVING: Final = b"\x08\x01"
 _BATCH_WINDOW: Final = 1024
 """Prompts of a batch that are taken from their iterable ahead of credit."""
 
@@ -99,6 +103,26 @@ class AsyncStream:
                 raise StopAsyncIteration
             await self._change()
         return delta
+
+    async def progress(self) -> Progress | None:
+        """Return all that came since the last time, of all choices at once; None after the end.
+
+        One call for each step of the request, where iterating takes one for each choice of each step.
+        Use one or the other.
+
+        Raises:
+            OctavoError: the request was refused or failed; what came before was returned first.
+        """
+        call = self._call
+        while True:
+            progress = call.take_progress()
+            if progress.deltas or (progress.ended and call.error is None):
+                return progress
+            if call.done:
+                if call.error is not None:
+                    raise call.error
+                return None
+            await self._change()
 
     async def wait_accepted(self) -> Accepted | None:
         """Wait until the service has taken the request, or until it has ended without that."""
@@ -278,6 +302,14 @@ class AsyncClient:
         finally:
             await connection.close()
 
+    async def serving(self, timeout: float = 2.0) -> bool:  # noqa: ASYNC109 # its passing is an answer
+        """Return whether the service takes work: it answers in time, has a worker, and is not draining."""
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._core.unary(_is_serving)
+        except (OctavoError, TimeoutError):
+            return False
+
     async def drain(self, worker_id: str | None = None, *, grace: float | None = None) -> DrainResult:
         """Stop admitting: the whole scheduler, or one worker. What runs gets `grace` seconds to finish."""
         request = operations_pb2.DrainRequest(
@@ -305,3 +337,8 @@ class AsyncClient:
 
     def _start(self, request: pb.GenerateRequest) -> AsyncStream:
         return AsyncStream(self._core.transport(), self._core.prepare(request))
+
+
+async def _is_serving(connection: Connection) -> bool:
+    check = connection.channel.unary_unary(_HEALTH, request_serializer=bytes, response_deserializer=bytes)
+    return bool(await check(b"") == _SERVING)

@@ -169,6 +169,14 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """What came since the last time: at most one delta for each choice, and the choices that have ended."""
+
+    deltas: tuple[Delta, ...]
+    ended: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateResult:
     """The outcome of a request."""
 

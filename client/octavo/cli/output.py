@@ -65,6 +65,8 @@ def to_json(record: object) -> str:
 def _plain(value: object) -> Any:
     if isinstance(value, enum.Enum):
         return value.name.lower()
+    if isinstance(value, bytes):  # The text of a token, perhaps a part of a character.
+        return value.decode(errors="replace")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""`octavo scheduler` and `octavo worker`: flags are made from the fields of their settings."""
+"""`octavo scheduler`, `worker` and `gateway`: flags are made from the fields of their settings."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from octavo.cli import output
 _SERVICES: Final = {
     "scheduler": ("scheduler_svc.config", "SchedulerSettings", "scheduler_svc.main"),
     "worker": ("worker_svc.config", "WorkerSettings", "worker_svc.main"),
+    "gateway": ("octavo.gateway.config", "GatewaySettings", "octavo.gateway.main"),
 }
 _METAVARS: Final = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 _GIVEN: Final = "setting:"
@@ -107,10 +108,10 @@ def run(arguments: argparse.Namespace) -> int:
     }
     # Pairs come from flags that may be repeated.
     given = {key: dict(value) if isinstance(value, list) else value for key, value in given.items()}
-    module = import_module(_SERVICES[name][0])
+    settings_class = load_settings(name)
     try:
-        settings = load_settings(name).load(given)
-    except module.SettingsError as error:
+        settings = settings_class.load(given)
+    except import_module("octavo.service.settings").SettingsError as error:
         output.fail(str(error))
         return 2
     try:

@@ -113,6 +113,9 @@ class TokenLogprobs:
     rank: int
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    token_bytes: bytes = b""
+    """The token's text, which may be a part of a character. A worker knows no text and leaves it empty."""
+    top_token_bytes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,17 +285,25 @@ class TokenLogprobs(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     TOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: builtins.int
+    TOP_TOKEN_BYTES_FIELD_NUMBER: builtins.int
     token_id: builtins.int
     """The token that was sampled."""
     logprob: builtins.float
     rank: builtins.int
     """1 is the most likely token."""
+    token_bytes: builtins.bytes
+    """The token's text. Bytes, as a token may be a part of a character. Set towards clients only."""
     @property
     def top_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The most likely tokens, best first. Same length as top_logprobs."""
 
     @property
     def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def top_token_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """The text of the most likely tokens. Same length as top_token_ids."""
+
     def __init__(
         self,
         *,
@@ -304,8 +312,10 @@ class TokenLogprobs(google.protobuf.message.Message):
         rank: builtins.int = ...,
         top_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         top_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        token_bytes: builtins.bytes = ...,
+        top_token_bytes: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "rank", b"rank", "token_id", b"token_id", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "rank", b"rank", "token_bytes", b"token_bytes", "token_id", b"token_id", "top_logprobs", b"top_logprobs", "top_token_bytes", b"top_token_bytes", "top_token_ids", b"top_token_ids"]) -> None: ...
 
 global___TokenLogprobs = TokenLogprobs
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from octavo.service.settings import SettingsError
 
-from scheduler_svc.config import SchedulerSettings, SettingsError
+from scheduler_svc.config import SchedulerSettings
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file(

@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from octavo.service.settings import SettingsError
 
 from worker_svc.config import WorkerSettings
-from worker_svc.errors import SettingsError
 
 
 def test_settings_flag_beats_environment_beats_file_beats_default(

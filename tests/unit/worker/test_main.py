@@ -91,7 +91,7 @@ def test_run_turns_what_is_wrong_into_an_exit_code(monkeypatch: pytest.MonkeyPat
         raise ModelLoadError("model.safetensors: truncated")
 
     monkeypatch.setattr(main, "load", load)
-    monkeypatch.setattr("worker_svc.logging.configure", lambda *_: None)
+    monkeypatch.setattr("octavo.service.logs.configure", lambda *_: None)
     with capture_logs() as logs:
         assert main.run(settings()) == 3
     assert {

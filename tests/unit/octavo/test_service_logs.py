@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
-
-from scheduler_svc import logs
+from octavo.service import logs
 
 
 @pytest.fixture(autouse=True)
