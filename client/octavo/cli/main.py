@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "up": ("octavo.cli.up", "run a scheduler and workers on this machine"),
     "scheduler": ("octavo.cli.services", "run a scheduler"),
     "worker": ("octavo.cli.services", "run a worker"),
+    "gateway": ("octavo.cli.services", "run the OpenAI-compatible HTTP gateway"),
     "generate": ("octavo.cli.generate", "complete a prompt"),
     "chat": ("octavo.cli.chat", "talk to a model"),
     "batch": ("octavo.cli.batch", "run a file of requests, for throughput"),

@@ -1,0 +1,286 @@
+"""The HTTP application: routes, and what they share."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from octavo import __version__
+from octavo.aio import AsyncClient, AsyncStream
+from octavo.errors import OctavoError
+from octavo.gateway import translate
+from octavo.gateway.bodies import BodyLimits
+from octavo.gateway.config import GatewaySettings
+from octavo.gateway.documents import ERRORS, answers
+from octavo.gateway.errors import Failure, GatewayError, failure_of, failure_of_validation
+from octavo.gateway.metrics import Metrics, Observation
+from octavo.gateway.responses import EventResponse, Job, JobResponse, WholeResponse
+from octavo.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from octavo.gateway.writers import ChatWriter, CompletionWriter, Head
+from octavo.types import ChatMessage, ChatOptions, GenerateOptions, GenerateResult, Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+_log = structlog.get_logger()
+_MAX_ID: Final = 64
+_HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed"}
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionAsk:
+    """A prompt."""
+
+    client: AsyncClient
+    prompt: Prompt
+    options: GenerateOptions
+
+    def stream(self) -> AsyncStream:
+        """Start it."""
+        return self.client.stream(self.prompt, **self.options)
+
+    async def whole(self) -> GenerateResult:
+        """Return its output."""
+        return await self.client.generate(self.prompt, **self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAsk:
+    """A conversation."""
+
+    client: AsyncClient
+    messages: list[ChatMessage]
+    options: ChatOptions
+
+    def stream(self) -> AsyncStream:
+        """Start it."""
+        return self.client.chat_stream(self.messages, **self.options)
+
+    async def whole(self) -> GenerateResult:
+        """Return its output."""
+        return await self.client.chat(self.messages, **self.options)
+
+
+class Gateway:
+    """The routes. Holds a client and counters, and nothing of any request."""
+
+    def __init__(self, client: AsyncClient, settings: GatewaySettings) -> None:
+        self._client = client
+        self._settings = settings
+        self._started_at = int(time.time())
+        self.metrics = Metrics()
+
+    # Generation ----------------------------------------------------------------------------------
+
+    async def completions(self, body: CompletionRequest, request: Request) -> JobResponse:
+        """Complete prompts."""
+        options = translate.completion_options(body, request.headers)
+        prompts = translate.completion_prompts(body)
+        head, headers = await self._head("cmpl", body.model, request)
+        num_choices = body.n or 1
+        texts = [await self._echo(body, prompt) for prompt in prompts]
+        echoes = [text for text in texts for _ in range(num_choices)]
+        asks = [
+            CompletionAsk(self._client, prompt, {**options, "request_id": f"{head.id}-{number}"})
+            for number, prompt in enumerate(prompts)
+        ]
+        writer = CompletionWriter(body, head, echoes)
+        observation = Observation(self.metrics, "completions")
+        job = Job(asks, writer, num_choices, observation, self._settings.write_timeout_s)
+        return self._respond(job, body, headers, head)
+
+    async def chat_completions(self, body: ChatRequest, request: Request) -> JobResponse:
+        """Answer in a conversation."""
+        chat = translate.chat_job(body, request.headers)
+        head, headers = await self._head("chatcmpl", body.model, request)
+        ask = ChatAsk(self._client, chat.messages, {**chat.options, "request_id": head.id})
+        observation = Observation(self.metrics, "chat_completions")
+        job = Job([ask], ChatWriter(body, head), body.n or 1, observation, self._settings.write_timeout_s)
+        return self._respond(job, body, headers, head)
+
+    def _respond(
+        self, job: Job, body: CompletionRequest | ChatRequest, headers: Mapping[str, str], head: Head
+    ) -> JobResponse:
+        job.renamed = translate.renamed(body)
+        job.fields = {"request_id": head.id, "model": head.model, "stream": bool(body.stream)}
+        if body.user is not None:
+            job.fields["user"] = body.user
+        return EventResponse(job, headers) if body.stream else WholeResponse(job, headers)
+
+    async def _head(self, kind: str, model: str | None, request: Request) -> tuple[Head, dict[str, str]]:
+        """Return what the answer begins with, and the headers that all answers have."""
+        given = request.headers.get("x-request-id", "")
+        known = given if 0 < len(given) <= _MAX_ID and given.isascii() and given.isprintable() else ""
+        own = secrets.token_hex(12)
+        head = Head(f"{kind}-{known}-{own}" if known else f"{kind}-{own}", int(time.time()), model or "")
+        if not model:
+            models = await self._client.models()
+            if len(models) == 1:
+                head = Head(head.id, head.created, models[0].id)
+        return head, {"x-request-id": known or head.id}
+
+    async def _echo(self, body: CompletionRequest, prompt: Prompt) -> str:
+        """Return what each choice of a prompt begins with."""
+        if not body.echo:
+            return ""
+        if isinstance(prompt, str):
+            return prompt
+        return await self._client.detokenize(prompt, model=body.model or "")
+
+    # The rest ------------------------------------------------------------------------------------
+
+    async def models(self) -> Response:
+        """List the models that are served."""
+        models = [self._model(one) for one in await self._client.models()]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def model(self, name: str) -> Response:
+        """Describe a model."""
+        for one in await self._client.models():
+            if one.id == name:
+                return JSONResponse(self._model(one))
+        raise GatewayError(Failure(404, f"no model {name!r} here", "model_not_found", "model", retry=False))
+
+    def _model(self, model: Any) -> dict[str, Any]:
+        return {
+            "id": model.id,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "octavo",
+            "root": model.id,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+            "revision": model.revision,
+            "workers": model.workers,
+        }
+
+    async def tokenize(self, body: TokenizeRequest) -> Response:
+        """Return the tokens of a prompt or a conversation."""
+        model, pieces = body.model or "", bool(body.return_token_strs)
+        if body.messages is not None:
+            found = await self._client.tokenize_chat(
+                translate.chat_messages(body.messages),
+                model=model,
+                pieces=pieces,
+                **translate.template_options(
+                    body.tools, body.chat_template_kwargs, body.add_generation_prompt
+                ),
+            )
+        else:
+            found = await self._client.tokenize(
+                body.prompt or "", model=model, add_special_tokens=body.add_special_tokens, pieces=pieces
+            )
+        return JSONResponse(
+            {
+                "count": len(found.token_ids),
+                "max_model_len": found.max_model_len,
+                "tokens": found.token_ids,
+                "token_strs": found.pieces if pieces else None,
+            }
+        )
+
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
+        """Return the text of tokens."""
+        text = await self._client.detokenize(body.tokens, model=body.model or "")
+        return JSONResponse({"prompt": text})
+
+    async def health(self) -> Response:
+        """Say whether requests can be served: 200, or 503."""
+        serving = await self._client.serving()
+        return JSONResponse({"status": "ok" if serving else "unavailable"}, 200 if serving else 503)
+
+    async def version(self) -> Response:
+        """Name the version."""
+        return JSONResponse({"version": __version__})
+
+    async def exposition(self) -> Response:
+        """Prometheus metrics of this gateway."""
+        return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> Any:
+    """Return the ASGI application. Without a client it makes one at start, and closes it at the end."""
+    client = client or AsyncClient(
+        settings.endpoint,
+        connect_timeout=settings.connect_timeout_s,
+        reconnect_timeout=settings.reconnect_timeout_s,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await client.aclose()
+
+    gateway = Gateway(client, settings)
+    app = FastAPI(
+        title="Octavo gateway", version=__version__, lifespan=lifespan, redoc_url=None, docs_url="/docs"
+    )
+    app.include_router(_routes(gateway))
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(GatewayError, _on_gateway_error)
+    app.add_exception_handler(OctavoError, _on_octavo_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
+    return BodyLimits(app, settings.max_body_bytes, settings.read_timeout_s)
+
+
+def _routes(gateway: Gateway) -> APIRouter:
+    router = APIRouter(responses=ERRORS)
+    add = router.add_api_route
+    add("/v1/completions", gateway.completions, methods=["POST"], **answers("completion"))
+    add("/v1/chat/completions", gateway.chat_completions, methods=["POST"], **answers("chat"))
+    add("/v1/models", gateway.models, methods=["GET"], **answers("models"))
+    add("/v1/models/{name:path}", gateway.model, methods=["GET"], **answers("model"))
+    add("/tokenize", gateway.tokenize, methods=["POST"], **answers("tokenize"))
+    add("/detokenize", gateway.detokenize, methods=["POST"], **answers("detokenize"))
+    add("/health", gateway.health, methods=["GET"], **answers("health"))
+    add("/version", gateway.version, methods=["GET"], **answers("version"))
+    add("/metrics", gateway.exposition, methods=["GET"], **answers("metrics"))
+    return router
+
+
+def _response(failure: Failure) -> Response:
+    return Response(failure.encoded(), failure.status, failure.all_headers(), media_type="application/json")
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    content_type = request.headers.get("content-type", "")
+    if request.method == "POST" and "json" not in content_type:
+        message = f"content-type: must be application/json, got {content_type or 'nothing'!r}"
+        return _response(Failure(415, message, "unsupported_media_type", "content-type", retry=False))
+    return _response(failure_of_validation(error.errors()))
+
+
+async def _on_gateway_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, GatewayError)
+    return _response(error.failure)
+
+
+async def _on_octavo_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, OctavoError)
+    return _response(failure_of(error, {"text": "prompt", "token_ids": "tokens"}))
+
+
+async def _on_http_exception(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status, headers = error.status_code, error.headers or {}
+    code = _HTTP_CODES.get(status, "invalid_request")
+    return _response(Failure(status, str(error.detail), code, retry=False, headers=headers))
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    _log.error("request_failed", path=request.url.path, exc_info=error)
+    return _response(Failure(500, "the gateway failed", "internal", retry=False))

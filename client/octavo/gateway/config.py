@@ -1,0 +1,78 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Final, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from octavo._channel import parse_endpoints
+from octavo.errors import InvalidRequestError
+from octavo.service.settings import ServiceSettings
+
+# Below the 16 MiB of a gRPC message: a body is text, and the message around it needs room.
+_MAX_BODY: Final = 15 << 20
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class GatewaySettings(ServiceSettings):
+    """Everything that can be set of a gateway."""
+
+    table: ClassVar[str] = "gateway"
+
+    model_config = SettingsConfigDict(env_prefix="OCTAVO_GATEWAY_", extra="forbid", frozen=True)
+
+    config_file: Path | None = Field(None, description="TOML file with a table [gateway]")
+
+    listen: str = Field("127.0.0.1:8000", description="address of the HTTP port, as host:port")
+    endpoint: str = Field(
+        "127.0.0.1:50051",
+        description="scheduler, as host:port; several, separated by commas, stand in for each other",
+    )
+    reconnect_timeout_s: Seconds = Field(
+        30.0, description="how long running responses wait for a scheduler that was lost"
+    )
+    connect_timeout_s: Seconds = Field(
+        2.0, description="how long requests wait for a scheduler while there has been none yet"
+    )
+    max_body_bytes: Annotated[int, Field(ge=1024, le=_MAX_BODY)] = Field(
+        8 << 20, description="largest request body"
+    )
+    read_timeout_s: Seconds = Field(30.0, description="longest time that a client takes to send a body")
+    write_timeout_s: Seconds = Field(
+        30.0, description="a client that reads nothing for so long is cut off, and its request cancelled"
+    )
+    keep_alive_s: Annotated[int, Field(ge=1)] = Field(75, description="how long an idle connection is kept")
+    drain_grace_s: Annotated[int, Field(ge=0)] = Field(
+        30, description="seconds that running responses get after SIGTERM"
+    )
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto", description="auto: json unless on a terminal"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least level that is logged"
+    )
+
+    @property
+    def host(self) -> str:
+        """Host of `listen`, without the brackets of an IPv6 address."""
+        return self.listen.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """Port of `listen`."""
+        return int(self.listen.rpartition(":")[2])
+
+    @model_validator(mode="after")
+    def _addresses(self) -> Self:
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"listen must be host:port, got {self.listen!r}")
+        try:
+            parse_endpoints(self.endpoint)
+        except InvalidRequestError as error:
+            raise ValueError(error.message) from None
+        return self

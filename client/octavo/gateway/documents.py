@@ -1,0 +1,220 @@
+"""The OpenAPI document: what answers look like, and which headers there are."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel
+
+from octavo.gateway.translate import DEGRADE_POLICIES, HEADERS, PRIORITIES
+
+
+class ErrorBody(BaseModel):
+    """What went wrong. `param` names the parameter or header at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    """An error, as OpenAI's."""
+
+    error: ErrorBody
+
+
+class PromptTokensDetails(BaseModel):
+    """Prompt tokens that were found in the cache, and those that were trimmed away under load."""
+
+    cached_tokens: int
+    trimmed_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    """`clamped_max_tokens`: the limit in force, where it was lowered under load."""
+
+    clamped_max_tokens: int
+
+
+class UsageAnswer(BaseModel):
+    """What a request cost."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+
+class CompletionLogprobsAnswer(BaseModel):
+    """Log probabilities of a completion."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class _ChoiceAnswer(BaseModel):
+    index: int
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+
+
+class CompletionChoice(_ChoiceAnswer):
+    """One completion."""
+
+    text: str
+    logprobs: CompletionLogprobsAnswer | None
+
+
+class CompletionAnswer(BaseModel):
+    """Completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageAnswer
+
+
+class TokenAnswer(BaseModel):
+    """A token; `bytes` are its own, also where it is a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class PositionAnswer(TokenAnswer):
+    """The sampled token of a position, and the best ones."""
+
+    top_logprobs: list[TokenAnswer]
+
+
+class ChatLogprobsAnswer(BaseModel):
+    """Log probabilities of a message."""
+
+    content: list[PositionAnswer]
+    refusal: None
+
+
+class MessageAnswer(BaseModel):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_ChoiceAnswer):
+    """One answer."""
+
+    message: MessageAnswer
+    logprobs: ChatLogprobsAnswer | None
+
+
+class ChatAnswer(BaseModel):
+    """Answers in a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageAnswer
+
+
+class ModelAnswer(BaseModel):
+    """A model; `workers` serve it now."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+    revision: str
+    workers: int
+
+
+class ModelsAnswer(BaseModel):
+    """The models that are served."""
+
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class TokenizeAnswer(BaseModel):
+    """Tokens of an input."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(BaseModel):
+    """Text of tokens."""
+
+    prompt: str
+
+
+class HealthAnswer(BaseModel):
+    """Whether requests can be served."""
+
+    status: Literal["ok", "unavailable"]
+
+
+class VersionAnswer(BaseModel):
+    """Version of Octavo."""
+
+    version: str
+
+
+_ANSWERS: Final[dict[str, type[BaseModel]]] = {
+    "completion": CompletionAnswer,
+    "chat": ChatAnswer,
+    "models": ModelsAnswer,
+    "model": ModelAnswer,
+    "tokenize": TokenizeAnswer,
+    "detokenize": DetokenizeAnswer,
+    "health": HealthAnswer,
+    "version": VersionAnswer,
+}
+_GENERATING: Final = ("completion", "chat")
+
+ERRORS: Final[dict[int | str, dict[str, Any]]] = {
+    "4XX": {"model": ErrorAnswer, "description": "refused; see docs/gateway.md for the codes"},
+    "5XX": {"model": ErrorAnswer, "description": "the service failed, or cannot serve now"},
+}
+"""What every route may answer."""
+
+
+def answers(kind: str) -> dict[str, Any]:
+    """Return what the document says of a route, as arguments of `add_api_route`."""
+    if kind == "metrics":
+        content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+        return {"responses": {200: {"content": content}}, "response_model": None}
+    answer: dict[str, Any] = {"model": _ANSWERS[kind]}
+    found: dict[str, Any] = {"responses": {200: answer}, "response_model": None}
+    if kind == "health":
+        found["responses"][503] = {"model": HealthAnswer}
+    if kind in _GENERATING:
+        answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        found["openapi_extra"] = {"parameters": [_header(name) for name in HEADERS]}
+    return found
+
+
+def _header(name: str) -> dict[str, Any]:
+    if name == "x-octavo-priority":
+        schema: dict[str, Any] = {"type": "string", "enum": list(PRIORITIES)}
+    elif name == "x-octavo-degrade":
+        schema = {"type": "string", "enum": [*DEGRADE_POLICIES, ",".join(DEGRADE_POLICIES)]}
+    else:
+        schema = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
+    return {"name": name, "in": "header", "required": False, "description": HEADERS[name], "schema": schema}

@@ -1,0 +1,220 @@
+"""What goes wrong, as OpenAI's clients expect it: a status, a body, and when to try again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from octavo.errors import (
+    AccessDeniedError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    NotFoundError,
+    OctavoError,
+    OverloadedError,
+    UnavailableError,
+    UnsupportedError,
+)
+
+# The first class that fits decides.
+_STATUS: Final[tuple[tuple[type[OctavoError], int], ...]] = (
+    (InvalidRequestError, 400),
+    (UnsupportedError, 400),
+    (NotFoundError, 404),
+    (AccessDeniedError, 401),
+    (DeadlineExceededError, 408),
+    (OverloadedError, 429),
+    (UnavailableError, 503),
+)
+# Reasons whose status is not that of their class.
+_STATUS_OF_REASON: Final[Mapping[str, int]] = {
+    "DUPLICATE_REQUEST_ID": 409,
+    "MESSAGE_TOO_LARGE": 413,
+    "PERMISSION_DENIED": 403,
+    "SLOW_CONSUMER": 503,  # The gateway did not read, which is not its client's fault.
+    "CANCELLED": 503,
+    "CLIENT_CLOSED": 503,
+}
+_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+# Codes that programs look for are OpenAI's; all others are our reasons in lower case.
+_CODES: Final[Mapping[str, str]] = {
+    "UNKNOWN_MODEL": "model_not_found",
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "ACCESS_DENIED": "invalid_api_key",
+    "UNAUTHENTICATED": "invalid_api_key",
+}
+_DEFAULT_RETRY_S: Final = 1.0
+UNSUPPORTED: Final = "unsupported"
+"""Type of the validation error that names parameters known elsewhere and not supported here."""
+CONFLICT: Final = "conflict"
+"""Type of the validation error that names a parameter which does not go with the others."""
+_VALIDATION_CODES: Final = {UNSUPPORTED: "unsupported_parameter", "extra_forbidden": "unknown_parameter"}
+_MAX_FAULTS: Final = 8
+# What pydantic calls the members of unions.
+_MEMBERS: Final = frozenset({"str", "int", "float", "list"})
+# Where the parts of a request came from, by their path in the proto.
+_PARAMS: Final[Mapping[str, str]] = {
+    "text": "prompt",
+    "tokens.ids": "prompt",
+    "input": "prompt",
+    "chat": "messages",
+    "chat.tools_json": "tools",
+    "chat.template_vars_json": "chat_template_kwargs",
+    "sampling.structured": "response_format",
+    "terms.priority": "x-octavo-priority",
+    "terms.queue_timeout_ms": "x-octavo-queue-timeout-ms",
+    "terms.ttft_deadline_ms": "x-octavo-ttft-deadline-ms",
+    "terms.deadline_ms": "x-octavo-deadline-ms",
+    "terms.keep_head_tokens": "x-octavo-keep-head-tokens",
+    "terms.keep_tail_tokens": "x-octavo-keep-tail-tokens",
+    "terms.cache_salt": "cache_salt",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An answer that says what went wrong. `param` names the parameter at fault."""
+
+    status: int
+    message: str
+    code: str
+    param: str | None = None
+    retry_after_s: float | None = None
+    retry: bool | None = None
+    """Whether the same request may be sent again; None leaves it to the client."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the answer, and the event that ends a stream."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def encoded(self) -> bytes:
+        """Return the body as JSON; what is no Unicode in it is replaced."""
+        return json.dumps(self.body, ensure_ascii=True).encode()
+
+    def all_headers(self) -> dict[str, str]:
+        """Return the headers that tell when to try again."""
+        headers = dict(self.headers)
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+            headers["retry-after-ms"] = str(max(1, round(self.retry_after_s * 1000)))
+        if self.retry is not None:
+            headers["x-should-retry"] = "true" if self.retry else "false"
+        return headers
+
+
+class GatewayError(Exception):
+    """A request that the gateway itself refuses."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def invalid(param: str | None, message: str, code: str = "invalid_request") -> GatewayError:
+    """Return the refusal of a parameter."""
+    return GatewayError(Failure(400, message, code, param, retry=False))
+
+
+def failure_of(error: OctavoError, renamed: Mapping[str, str] | None = None) -> Failure:
+    """Return the answer for an error of the service.
+
+    Args:
+        error: what the service, or the SDK, said.
+        renamed: where a request's parameters have other names than usual, by path in the proto.
+    """
+    status = _STATUS_OF_REASON.get(error.reason) or next(
+        (status for kind, status in _STATUS if isinstance(error, kind)), 500
+    )
+    code = _CODES.get(error.reason, error.reason.lower())
+    message, param = error.message, None
+    names = {**_PARAMS, **(renamed or {})}
+    if isinstance(error, InvalidRequestError) and error.violations:
+        params = [param_of(violation.field, names) for violation in error.violations]
+        param = params[0]
+        said = zip(params, (violation.description for violation in error.violations), strict=True)
+        message = "; ".join(f"{name}: {what}" for name, what in said)
+    elif error.reason == "UNKNOWN_MODEL":
+        param = "model"
+    elif isinstance(error, UnsupportedError):
+        param = _param_in(message, names)
+        message = f"{param}: {message}" if param is not None and param not in message else message
+    retry_after_s = error.retry_after_s
+    if retry_after_s is None and status in (429, 503):
+        retry_after_s = _DEFAULT_RETRY_S
+    # Time that has run out does not come back: trying again by itself would add to the load that took it.
+    retry = True if status in (429, 503) else None if status == 409 else False
+    return Failure(status, message, code, param, retry_after_s, retry)
+
+
+def param_of(path: str, names: Mapping[str, str]) -> str:
+    """Return the parameter that a path in the proto came from."""
+    if path in names:
+        return names[path]
+    for head in ("tokens.ids", "token_ids"):
+        if path.startswith(f"{head}["):
+            return names.get(head, head) + path.removeprefix(head)
+    if path.startswith("chat.messages"):
+        return path.removeprefix("chat.")
+    return path.removeprefix("sampling.").removeprefix("terms.")
+
+
+def _param_in(message: str, names: Mapping[str, str]) -> str | None:
+    """Return the parameter that a runner's refusal is about; it has words only."""
+    if "structured" in message:
+        return names["sampling.structured"]
+    return next((name for name in ("logit_bias", "logprobs") if name in message), None)
+
+
+def failure_of_validation(errors: Sequence[Mapping[str, Any]]) -> Failure:
+    """Return the answer to a body that is not what the schema says; every fault is named."""
+    faults: dict[str, str] = {}
+    for error in errors[:_MAX_FAULTS]:
+        path = _path(error["loc"])
+        if error["type"] in (UNSUPPORTED, CONFLICT):
+            for name in error["ctx"]["names"]:
+                faults[f"{path}.{name}" if path else name] = str(error["msg"])
+        elif error["type"] == "json_invalid":
+            faults[""] = f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}"
+        else:
+            faults[path] = _problem(error)
+    # A union reports each of its members; the one that fits best has its faults further inside.
+    paths = [path for path in faults if not any(_is_inside(other, path) for other in faults)]
+    message = "; ".join(f"{path}: {faults[path]}" if path else faults[path] for path in paths)
+    code = _VALIDATION_CODES.get(errors[0]["type"], "invalid_request")
+    return Failure(400, message, code, paths[0] or None, retry=False)
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return path != outer and path.startswith((f"{outer}.", f"{outer}[")) and bool(outer)
+
+
+def _path(location: Sequence[str | int]) -> str:
+    """Return a path as a person writes it, without the names that pydantic gives to a union's members."""
+    path = ""
+    for part in location[1:] if location[:1] == ("body",) else location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in _MEMBERS:
+            path += f".{part}" if path else part
+    return path
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    if error["type"] == "extra_forbidden":
+        return "unknown parameter"
+    return str(error["msg"]).removeprefix("Value error, ")

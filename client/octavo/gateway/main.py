@@ -1,0 +1,100 @@
+"""The gateway process: from settings to exit code."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, cast
+
+import structlog
+import uvicorn
+from prometheus_client import disable_created_metrics
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from octavo.gateway.app import create_app
+from octavo.gateway.config import GatewaySettings
+from octavo.gateway.responses import ABORT
+from octavo.service import logs
+
+_log = structlog.get_logger()
+EXIT_FAILED: Final = 1
+EXIT_ADDRESS_TAKEN: Final = 4
+_BACKLOG: Final = 2048
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's protocol, which lets the application drop a connection that nobody reads.
+
+    Closing one in the usual way waits until what was written has been read.
+    """
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        super().on_message_begin()
+        # ASGI leaves what an extension holds to its server.
+        self.scope["extensions"] = cast("dict[str, dict[object, object]]", {ABORT: self.transport.abort})
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, for which SIGTERM and SIGINT are the normal end: it does not raise them again."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop on a signal; a second one does not wait for what runs."""
+        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run(settings: GatewaySettings) -> int:
+    """Serve until told to stop; return the exit code."""
+    logs.configure(settings.log_format, settings.log_level)
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped library
+    # Its access log would be a second line for each request; its errors are ours to tell.
+    logging.getLogger("uvicorn.access").disabled = True
+    try:
+        listener = _listen(settings)
+    except OSError as error:
+        _log.error(
+            "gateway_cannot_start", reason="ADDRESS_TAKEN", problem=f"{settings.listen}: {error.strerror}"
+        )
+        return EXIT_ADDRESS_TAKEN
+    host, port = listener.getsockname()[:2]
+    _log.info("gateway_listening", address=f"{host}:{port}", endpoint=settings.endpoint)
+    server = Server(server_config(create_app(settings), settings))
+    # What is there now stays: the collector need not look at it again and again.
+    gc.freeze()
+    server.run(sockets=[listener])
+    _log.info("gateway_stopped")
+    return 0 if server.started else EXIT_FAILED
+
+
+def server_config(app: Any, settings: GatewaySettings) -> uvicorn.Config:
+    """Return how uvicorn serves the application."""
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=settings.keep_alive_s,
+        timeout_graceful_shutdown=settings.drain_grace_s,
+        backlog=_BACKLOG,
+    )
+
+
+def _listen(settings: GatewaySettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,339 @@
+"""Bodies of requests, as the OpenAI API and `vllm serve` have them.
+
+What is not here is refused by name. `neutral` lists parameters that are known elsewhere and not
+supported here: a client may send them with a value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+from octavo.gateway.errors import CONFLICT, UNSUPPORTED
+from octavo.sampling import MAX_LOGPROBS, MAX_N, MAX_SEED, MAX_STOP_STRINGS
+
+MAX_PROMPTS: Final = 256
+MAX_MESSAGES: Final = 4096
+DEFAULT_COMPLETION_TOKENS: Final = 16
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+StopStrings = str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
+
+_NOTHING: Final = (None,)
+_FALSE: Final = (None, False)
+_EMPTY: Final[tuple[Any, ...]] = (None, [], {})
+
+
+class Strict(BaseModel):
+    """A body in which every name is known."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Unsupported parameter -> values that ask for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        known = cls.neutral.keys() & data.keys()
+        asked = sorted(name for name in known if not _is_one_of(data[name], cls.neutral[name]))
+        if asked:
+            raise PydanticCustomError(UNSUPPORTED, "is not supported", {"names": asked})
+        return {name: value for name, value in data.items() if name not in known} if known else data
+
+
+def _conflict(name: str, problem: str) -> PydanticCustomError:
+    """Return the error of a parameter that does not go with another."""
+    return PydanticCustomError(CONFLICT, "{problem}", {"problem": problem, "names": [name]})
+
+
+def _is_one_of(value: object, values: tuple[Any, ...]) -> bool:
+    # 0 is no False here, and 1 no True.
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+
+
+class StreamOptions(Strict):
+    """What a stream says beside the output."""
+
+    include_usage: bool = Field(False, description="a last event with the usage")
+    continuous_usage_stats: bool = Field(False, description="usage so far in every event")
+    include_obfuscation: Literal[False] = Field(False, description="events are never padded")
+
+
+class JsonSchema(Strict):
+    """A schema that the output follows."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+    strict: bool | None = Field(None, description="the output always follows the schema")
+
+
+class ResponseFormat(Strict):
+    """What the output is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise _conflict("json_schema", "goes with the type json_schema, and only with it")
+        return self
+
+
+class StructuredOutputs(Strict):
+    """One constraint on the output, in the terms of `vllm serve`."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "structural_tag": _NOTHING,
+        "whitespace_pattern": _NOTHING,
+        "disable_any_whitespace": _FALSE,
+        "disable_additional_properties": _FALSE,
+    }
+
+    json_: dict[str, JsonValue] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _only_one(self) -> Self:
+        given = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
+        if sum(one is not None for one in given) != 1:
+            raise ValueError("exactly one of json, regex, choice, grammar and json_object must be given")
+        return self
+
+
+class GenerationRequest(Strict):
+    """What completions and chats share."""
+
+    model: str | None = Field(None, max_length=1024, description="may be left out when one model is served")
+    temperature: float | None = Field(None, ge=0, description="0 is greedy")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 and -1 keep all")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
+    logit_bias: (
+        dict[Annotated[int, Field(ge=0, lt=2**32)], Annotated[float, Field(ge=-100, le=100)]] | None
+    ) = None
+    n: int | None = Field(1, ge=1, le=MAX_N)
+    stop: StopStrings | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=1024, description="narrows who shares cached prefixes with it"
+    )
+    return_token_ids: bool | None = Field(None, description="token ids beside the text of each choice")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="tokens of logprobs are called token_id:N"
+    )
+    user: str | None = Field(None, max_length=256, description="named in the gateway's log of requests")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise _conflict("stream_options", "needs stream to be true")
+        constrained = self.response_format is not None and self.response_format.type != "text"
+        if constrained and self.structured_outputs is not None:
+            raise _conflict("structured_outputs", "excludes response_format")
+        return self
+
+
+_UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "allowed_token_ids": _EMPTY,
+    "bad_words": _EMPTY,
+    "ec_transfer_params": _NOTHING,
+    "include_stop_str_in_output": _FALSE,
+    "kv_transfer_params": _NOTHING,
+    "length_penalty": (None, 1, 1.0),
+    "logits_processors": _EMPTY,
+    "logprob_token_ids": _EMPTY,
+    "metadata": _EMPTY,
+    "priority": (None, 0),
+    "prompt_logprobs": _NOTHING,
+    "repetition_detection": _NOTHING,
+    "service_tier": (None, "auto", "default"),
+    "spaces_between_special_tokens": (None, True),
+    "store": _FALSE,
+    "stream_interval": (None, 1),
+    "thinking_token_budget": (None, -1),
+    "truncate_prompt_tokens": _NOTHING,
+    "use_beam_search": _FALSE,
+    "vllm_xargs": _EMPTY,
+}
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of /v1/completions."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_UNSUPPORTED,
+        "add_special_tokens": (None, True),
+        "best_of": (None, 1),
+        "prompt_embeds": _EMPTY,
+        "suffix": (None, ""),
+    }
+
+    prompt: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+    ) = Field(description="text or token ids; a list of either makes n choices for each")
+    max_tokens: TokenCount | None = Field(DEFAULT_COMPLETION_TOKENS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = Field(False, description="the text begins with the prompt")
+
+    @model_validator(mode="after")
+    def _echoes_no_logprobs(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise _conflict("echo", "is not supported with logprobs: a prompt has no log probabilities here")
+        return self
+
+
+class ContentPart(Strict):
+    """Part of a message."""
+
+    type: Literal["text"] = Field(description="only text")
+    text: str
+
+
+class Message(Strict):
+    """One turn of a conversation."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "annotations": _EMPTY,
+        "audio": _NOTHING,
+        "function_call": _NOTHING,
+        "reasoning": (None, ""),
+        "reasoning_content": (None, ""),
+        "refusal": (None, ""),
+    }
+
+    role: str = Field(max_length=64, description="system, user, assistant, tool, or one of the model's own")
+    content: str | list[ContentPart] | None = Field(None, description="parts are joined by line breaks")
+    name: str | None = Field(None, max_length=256)
+    tool_calls: list[dict[str, JsonValue]] | None = None
+    tool_call_id: str | None = Field(None, max_length=256)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise _conflict("content", "must be given")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ChatRequest(GenerationRequest):
+    """Body of /v1/chat/completions."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_UNSUPPORTED,
+        "add_special_tokens": _FALSE,
+        "audio": _NOTHING,
+        "chat_template": _NOTHING,
+        "continue_final_message": _FALSE,
+        "documents": _EMPTY,
+        "echo": _FALSE,
+        "function_call": (None, "none"),
+        "functions": _EMPTY,
+        "include_reasoning": (None, True),
+        "media_io_kwargs": _EMPTY,
+        "mm_processor_kwargs": _EMPTY,
+        "modalities": (None, ["text"]),
+        "parallel_tool_calls": (None, True, False),
+        "prediction": _NOTHING,
+        "reasoning_effort": (None, "none"),
+        "safety_identifier": _NOTHING,
+        "prompt_cache_key": _NOTHING,
+        "verbosity": _NOTHING,
+        "web_search_options": _NOTHING,
+    }
+
+    messages: Messages
+    max_tokens: TokenCount | None = Field(None, json_schema_extra={"deprecated": True})
+    max_completion_tokens: TokenCount | None = Field(None, description="by default what the context leaves")
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: Annotated[list[dict[str, JsonValue]], Field(max_length=1024)] | None = Field(
+        None, description="given to the model's template; calls in the output are not parsed"
+    )
+    tool_choice: Literal["none"] | None = Field(None, description="must be none when there are tools")
+    chat_template_kwargs: dict[str, JsonValue] | None = Field(None, description="variables for the template")
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise _conflict("top_logprobs", "needs logprobs to be true")
+        if self.tools and self.tool_choice != "none":
+            raise _conflict("tool_choice", "must be none: calls of tools in the output are not parsed")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise _conflict("max_tokens", "contradicts max_completion_tokens")
+        return self
+
+
+class TokenizeRequest(Strict):
+    """Body of /tokenize: a prompt, or messages."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "chat_template": _NOTHING,
+        "continue_final_message": _FALSE,
+        "media_io_kwargs": _EMPTY,
+        "mm_processor_kwargs": _EMPTY,
+    }
+
+    model: str | None = Field(None, max_length=1024)
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = Field(None, description="by default true for a prompt")
+    return_token_strs: bool | None = False
+    tools: list[dict[str, JsonValue]] | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise _conflict("prompt", "one of prompt and messages must be given")
+        if self.messages is not None and self.add_special_tokens:
+            raise _conflict("add_special_tokens", "is not supported with messages: the template adds them")
+        if self.prompt is not None and (self.tools or self.chat_template_kwargs):
+            raise _conflict("tools", "tools and chat_template_kwargs go with messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """Body of /detokenize."""
+
+    model: str | None = Field(None, max_length=1024)
+    tokens: list[TokenId]

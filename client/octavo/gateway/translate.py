@@ -1,0 +1,225 @@
+"""From bodies and headers of HTTP to requests of the SDK."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from octavo.gateway.errors import invalid
+from octavo.gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    StructuredOutputs,
+)
+from octavo.sampling import StructuredOutput
+from octavo.types import ChatMessage, ChatOptions, GenerateOptions, Prompt, TemplateOptions
+
+HEADER_PREFIX: Final = "x-octavo-"
+PRIORITIES: Final = ("interactive", "standard", "batch")
+DEGRADE_POLICIES: Final = ("may_trim", "may_shed")
+_MILLISECONDS: Final = {
+    "x-octavo-queue-timeout-ms": "queue_timeout",
+    "x-octavo-ttft-deadline-ms": "ttft_deadline",
+    "x-octavo-deadline-ms": "deadline",
+}
+_COUNTS: Final = {
+    "x-octavo-keep-head-tokens": "keep_head_tokens",
+    "x-octavo-keep-tail-tokens": "keep_tail_tokens",
+}
+_MAX_UINT32: Final = 2**32 - 1
+_SAMPLING: Final = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "n",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "cache_salt",
+)
+
+HEADERS: Final[Mapping[str, str]] = {
+    "x-octavo-priority": "interactive, standard (the default) or batch",
+    "x-octavo-queue-timeout-ms": "longest wait in the queue; 0: start at once or not at all",
+    "x-octavo-ttft-deadline-ms": "time until the first token",
+    "x-octavo-deadline-ms": "time until the end",
+    "x-octavo-degrade": "may_trim, may_shed, or both with a comma: what may be done under load",
+    "x-octavo-keep-head-tokens": "tokens at the head of the prompt that trimming keeps",
+    "x-octavo-keep-tail-tokens": "tokens at its tail that trimming keeps",
+}
+"""Headers of requests and what they mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatJob:
+    """A conversation and what is wanted of it."""
+
+    messages: list[ChatMessage]
+    options: ChatOptions
+
+
+def completion_prompts(request: CompletionRequest) -> list[Prompt]:
+    """Return the prompts, of which each makes n choices."""
+    prompt = request.prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [cast("Prompt", prompt)]
+    return cast("list[Prompt]", prompt)
+
+
+def completion_options(request: CompletionRequest, headers: Mapping[str, str]) -> GenerateOptions:
+    """Return the options that all prompts of a request have.
+
+    Raises:
+        GatewayError: a header is wrong.
+    """
+    options = _options(request, headers)
+    if request.max_tokens is not None:
+        options["max_tokens"] = request.max_tokens
+    if request.logprobs is not None:
+        options["logprobs"] = request.logprobs
+    return cast("GenerateOptions", options)
+
+
+def chat_job(request: ChatRequest, headers: Mapping[str, str]) -> ChatJob:
+    """Return the conversation and its options; raises as `completion_options` does."""
+    options = _options(request, headers)
+    max_tokens = request.max_completion_tokens or request.max_tokens
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+    if request.logprobs:
+        options["logprobs"] = request.top_logprobs or 0
+    options.update(
+        template_options(request.tools, request.chat_template_kwargs, request.add_generation_prompt)
+    )
+    return ChatJob(chat_messages(request.messages), cast("ChatOptions", options))
+
+
+def chat_messages(messages: list[Message]) -> list[ChatMessage]:
+    """Return a conversation."""
+    return [
+        ChatMessage(turn.role, turn.text, turn.name, turn.tool_calls or (), turn.tool_call_id)
+        for turn in messages
+    ]
+
+
+def template_options(
+    tools: list[dict[str, Any]] | None,
+    variables: Mapping[str, Any] | None,
+    add_generation_prompt: bool | None,
+) -> TemplateOptions:
+    """Return how a conversation is rendered."""
+    options: TemplateOptions = {}
+    if tools:
+        options["tools"] = tools
+    if variables:
+        options["template_vars"] = variables
+    if add_generation_prompt is not None:
+        options["add_generation_prompt"] = add_generation_prompt
+    return options
+
+
+def _options(request: GenerationRequest, headers: Mapping[str, str]) -> dict[str, Any]:
+    options: dict[str, Any] = terms(headers)
+    for name in _SAMPLING:
+        value = getattr(request, name)
+        if value is not None:
+            options[name] = value
+    if request.model:
+        options["model"] = request.model
+    if request.top_k is not None:
+        options["top_k"] = max(0, request.top_k)
+    if request.seed is not None:
+        # `vllm serve` takes negative ones.
+        options["seed"] = request.seed % 2**64
+    if request.stop:
+        options["stop"] = request.stop
+    if request.logit_bias:
+        options["logit_bias"] = request.logit_bias
+    if request.skip_special_tokens is False:
+        options["keep_special_tokens"] = True
+    structured = _structured(request)
+    if structured is not None:
+        options["structured"] = structured
+    return options
+
+
+def terms(headers: Mapping[str, str]) -> dict[str, Any]:
+    """Return the terms of service that the headers of a request ask for.
+
+    Raises:
+        GatewayError: a header of ours is unknown or wrong.
+    """
+    found: dict[str, Any] = {}
+    for name, value in headers.items():
+        if not name.startswith(HEADER_PREFIX):
+            continue
+        if name == "x-octavo-priority":
+            if value.lower() not in PRIORITIES:
+                raise invalid(name, f"{name}: must be one of {', '.join(PRIORITIES)}, got {value!r}")
+            found["priority"] = value.lower()
+        elif name == "x-octavo-degrade":
+            policies = [part.strip().lower() for part in value.split(",")]
+            if any(policy not in DEGRADE_POLICIES for policy in policies):
+                raise invalid(
+                    name, f"{name}: must be {' and '.join(DEGRADE_POLICIES)}, or one of them, got {value!r}"
+                )
+            found.update(dict.fromkeys(policies, True))
+        elif name in _MILLISECONDS:
+            found[_MILLISECONDS[name]] = _count(name, value) / 1000
+        elif name in _COUNTS:
+            found[_COUNTS[name]] = _count(name, value)
+        else:
+            raise invalid(name, f"{name}: unknown header; there is {', '.join(HEADERS)}", "unknown_header")
+    return found
+
+
+def _count(name: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit()) or len(value) > 10 or int(value) > _MAX_UINT32:
+        raise invalid(name, f"{name}: must be a whole number from 0 to {_MAX_UINT32}, got {value[:32]!r}")
+    return int(value)
+
+
+def bearer_key(headers: Mapping[str, str]) -> str | None:
+    """Return the API key of a request, or None when it has none: then the scheduler decides."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() or None if scheme.lower() == "bearer" else None
+
+
+def _structured(request: GenerationRequest) -> StructuredOutput | None:
+    if request.structured_outputs is not None:
+        return _of_structured_outputs(request.structured_outputs)
+    wanted = request.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.json_schema is None:
+        return StructuredOutput(json_object=True)
+    return StructuredOutput(json_schema=json.dumps(wanted.json_schema.schema_))
+
+
+def _of_structured_outputs(given: StructuredOutputs) -> StructuredOutput:
+    if given.json_ is not None:
+        schema = given.json_ if isinstance(given.json_, str) else json.dumps(given.json_)
+        return StructuredOutput(json_schema=schema)
+    if given.choice is not None:
+        return StructuredOutput(choice=tuple(given.choice))
+    return StructuredOutput(regex=given.regex, grammar=given.grammar, json_object=given.json_object or None)
+
+
+def renamed(request: GenerationRequest) -> Mapping[str, str]:
+    """Return the parameters that this request has under other names, by path in the proto."""
+    names = {}
+    if request.structured_outputs is not None:
+        names["sampling.structured"] = "structured_outputs"
+    if isinstance(request, ChatRequest):
+        if request.max_completion_tokens is not None:
+            names["sampling.max_tokens"] = "max_completion_tokens"
+        if request.top_logprobs is not None:
+            names["sampling.logprobs"] = "top_logprobs"
+    return names

@@ -1,0 +1,235 @@
+"""Output of the SDK to JSON: whole answers, and the events of a stream.
+
+An event for each token of each stream is most of what a gateway does, so what does not change in an
+event is encoded once.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring
+from typing import Any, Final
+
+from octavo.gateway.logprobs import ChatLogprobs, CompletionLogprobs
+from octavo.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from octavo.protocol.steps import FinishReason
+from octavo.types import Choice, Delta, Progress, Usage
+
+DONE: Final = b"data: [DONE]\n\n"
+_quote: Final[Callable[[str], str]] = encode_basestring
+_REASONS: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+def to_json(value: object) -> bytes:
+    """Return JSON, in which text stays readable."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def event(value: object) -> bytes:
+    """Return an event of a stream."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What an answer and all of its events begin with."""
+
+    id: str
+    created: int
+    model: str
+
+
+def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:
+    """Return the usage of all prompts of an answer together."""
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    completion = sum(usage.completion_tokens for usage in usages)
+    found: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(usage.cached_tokens for usage in usages),
+            "trimmed_tokens": sum(usage.trimmed_tokens for usage in usages),
+        },
+    }
+    clamped = [usage.clamped_max_tokens for usage in usages if usage.clamped_max_tokens is not None]
+    if clamped:
+        found["completion_tokens_details"] = {"clamped_max_tokens": min(clamped)}
+    return found
+
+
+class Writer(ABC):
+    """Writes the answer to one request, whole or as events.
+
+    `choice` counts through all prompts: choice j of prompt i is number i * n + j.
+    """
+
+    object_whole: str
+    object_event: str
+
+    def __init__(self, request: GenerationRequest, head: Head, num_choices: int) -> None:
+        self._head = head
+        self._with_ids = bool(request.return_token_ids)
+        self._as_ids = bool(request.return_tokens_as_token_ids)
+        self._stop_token_ids = frozenset(request.stop_token_ids or ())
+        options = request.stream_options
+        self._usage_at_end = options is not None and options.include_usage
+        self._usage_always = options is not None and options.continuous_usage_stats
+        self._num_tokens = [0] * num_choices
+        self._begin = (
+            f'data: {{"id":{_quote(head.id)},"object":"{self.object_event}","created":{head.created},'
+            f'"model":{_quote(head.model)},"choices":[{{"index":'
+        )
+
+    # Events --------------------------------------------------------------------------------------
+
+    def events(self, progress: Progress, first_choice: int, prompt_tokens: int) -> bytes:
+        """Return the events for what came of the prompt whose choices begin at `first_choice`."""
+        ended = {choice.index: choice for choice in progress.ended}
+        parts: list[str] = []
+        for delta in progress.deltas:
+            parts += self._event(delta, first_choice, ended.pop(delta.choice, None), prompt_tokens)
+        for choice in ended.values():
+            parts += self._event(Delta(choice.index, "", ()), first_choice, choice, prompt_tokens)
+        return "".join(parts).encode()
+
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        """Return the events that end a stream."""
+        if not self._usage_at_end:
+            return DONE
+        head = self._head
+        return (
+            event(
+                {
+                    "id": head.id,
+                    "object": self.object_event,
+                    "created": head.created,
+                    "model": head.model,
+                    "choices": [],
+                    "usage": usage_object(usages),
+                }
+            )
+            + DONE
+        )
+
+    def _event(self, delta: Delta, first_choice: int, ended: Choice | None, prompt_tokens: int) -> list[str]:
+        index = first_choice + delta.choice
+        parts = [self._begin, str(index), ",", self._delta(index, delta)]
+        if ended is not None:
+            for name, value in self._finish(ended).items():
+                parts.append(f',"{name}":{json.dumps(value, ensure_ascii=False)}')
+        else:
+            parts.append(',"finish_reason":null')
+        if self._with_ids:
+            parts.append(f',"token_ids":{list(delta.token_ids)}')
+        parts.append("}]")
+        if self._usage_always:
+            tokens = self._num_tokens[index] = self._num_tokens[index] + len(delta.token_ids)
+            parts.append(
+                f',"usage":{{"prompt_tokens":{prompt_tokens},"completion_tokens":{tokens},'
+                f'"total_tokens":{prompt_tokens + tokens}}}'
+            )
+        parts.append("}\n\n")
+        return parts
+
+    def _finish(self, choice: Choice) -> dict[str, Any]:
+        """Return why a choice ended. As with `vllm serve`, an end-of-sequence token is no `stop_reason`."""
+        reason = _REASONS.get(choice.finish_reason) if choice.finish_reason is not None else None
+        told = isinstance(choice.stop, str) or choice.stop in self._stop_token_ids
+        return {"finish_reason": reason, "stop_reason": choice.stop if told else None}
+
+    @abstractmethod
+    def _delta(self, index: int, delta: Delta) -> str:
+        """Return the members of a choice in an event that hold its output."""
+
+    # Whole answers -------------------------------------------------------------------------------
+
+    def whole(self, choices: Sequence[Choice], usages: Sequence[Usage]) -> bytes:
+        """Return an answer; `choices` are those of all prompts, in order."""
+        head = self._head
+        return to_json(
+            {
+                "id": head.id,
+                "object": self.object_whole,
+                "created": head.created,
+                "model": head.model,
+                "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+                "usage": usage_object(usages),
+            }
+        )
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        found = {"index": index, **self._output(index, choice), **self._finish(choice)}
+        if self._with_ids:
+            found["token_ids"] = list(choice.token_ids)
+        return found
+
+    @abstractmethod
+    def _output(self, index: int, choice: Choice) -> dict[str, Any]:
+        """Return the members of a whole choice that hold its output."""
+
+
+class CompletionWriter(Writer):
+    """Answers of /v1/completions."""
+
+    object_whole = object_event = "text_completion"
+
+    def __init__(self, request: CompletionRequest, head: Head, echoes: Sequence[str]) -> None:
+        """`echoes`: what the text of each choice begins with."""
+        super().__init__(request, head, len(echoes))
+        self._echoes = list(echoes)
+        self._logprobs = (
+            [CompletionLogprobs(as_ids=self._as_ids) for _ in echoes]
+            if request.logprobs is not None
+            else None
+        )
+
+    def _delta(self, index: int, delta: Delta) -> str:
+        text = delta.text
+        if self._echoes[index]:
+            text, self._echoes[index] = self._echoes[index] + text, ""
+        if self._logprobs is None:
+            return f'"text":{_quote(text)},"logprobs":null'
+        logprobs = json.dumps(self._logprobs[index].take(delta.logprobs), ensure_ascii=False)
+        return f'"text":{_quote(text)},"logprobs":{logprobs}'
+
+    def _output(self, index: int, choice: Choice) -> dict[str, Any]:
+        logprobs = self._logprobs[index].take(choice.logprobs) if self._logprobs is not None else None
+        return {"text": self._echoes[index] + choice.text, "logprobs": logprobs}
+
+
+class ChatWriter(Writer):
+    """Answers of /v1/chat/completions."""
+
+    object_whole = "chat.completion"
+    object_event = "chat.completion.chunk"
+
+    def __init__(self, request: ChatRequest, head: Head) -> None:
+        num_choices = request.n or 1
+        super().__init__(request, head, num_choices)
+        self._begun = [False] * num_choices
+        self._logprobs = (
+            [ChatLogprobs(as_ids=self._as_ids) for _ in range(num_choices)] if request.logprobs else None
+        )
+
+    def _event(self, delta: Delta, first_choice: int, ended: Choice | None, prompt_tokens: int) -> list[str]:
+        parts = super()._event(delta, first_choice, ended, prompt_tokens)
+        if self._begun[delta.choice]:
+            return parts
+        self._begun[delta.choice] = True
+        role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
+        return [self._begin, str(delta.choice), ",", role, *parts]
+
+    def _delta(self, index: int, delta: Delta) -> str:
+        if self._logprobs is None:
+            return f'"delta":{{"content":{_quote(delta.text)}}},"logprobs":null'
+        logprobs = json.dumps(self._logprobs[index].take(delta.logprobs), ensure_ascii=False)
+        return f'"delta":{{"content":{_quote(delta.text)}}},"logprobs":{logprobs}'
+
+    def _output(self, index: int, choice: Choice) -> dict[str, Any]:
+        logprobs = self._logprobs[index].take(choice.logprobs) if self._logprobs is not None else None
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return {"message": message, "logprobs": logprobs}
