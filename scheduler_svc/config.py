@@ -254,7 +254,6 @@ class SchedulerSettings(ServiceSettings):
         return None if value == "none" else value
 
 
-
 def check_address(name: str, address: str) -> None:
     """Raise ValueError unless an address is host:port."""
     host, _, port = address.rpartition(":")

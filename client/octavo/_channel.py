@@ -70,6 +70,10 @@ class Connection:
         """The stub of `octavo.v1.Operations`."""
         return cast("ops_grpc.OperationsAsyncStub", ops_grpc.OperationsStub(self.channel))
 
+    def metadata_of(self, api_key: str | None) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of a call for somebody with a key of their own; an empty key is none."""
+        return self.metadata if api_key is None else (("authorization", f"Bearer {api_key}"),)
+
     async def close(self) -> None:
         """Close the channel and end what runs on it."""
         await self.channel.close(None)

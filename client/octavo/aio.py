@@ -245,39 +245,63 @@ class AsyncClient:
                 transport.cancel(call)
 
     async def tokenize(
-        self, text: str, *, model: str = "", add_special_tokens: bool | None = None, pieces: bool = False
+        self,
+        text: str,
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        pieces: bool = False,
+        api_key: str | None = None,
     ) -> Tokenization:
-        """Return the token ids of a text."""
+        """Return the token ids of a text. `api_key`, here and below: as in `GenerateOptions`."""
         request = pb.TokenizeRequest(model=model, return_pieces=pieces, add_special_tokens=add_special_tokens)
         with _wire.naming("text"):
             request.text = text
-        return await self._tokenize(request)
+        return await self._tokenize(request, api_key)
 
     async def tokenize_chat(
-        self, messages: Messages, *, model: str = "", pieces: bool = False, **options: Unpack[TemplateOptions]
+        self,
+        messages: Messages,
+        *,
+        model: str = "",
+        pieces: bool = False,
+        api_key: str | None = None,
+        **options: Unpack[TemplateOptions],
     ) -> Tokenization:
         """Return the token ids of a conversation, rendered with the model's template."""
         chat = _wire.chat(messages, options)
-        return await self._tokenize(pb.TokenizeRequest(model=model, chat=chat, return_pieces=pieces))
+        request = pb.TokenizeRequest(model=model, chat=chat, return_pieces=pieces)
+        return await self._tokenize(request, api_key)
 
-    async def _tokenize(self, request: pb.TokenizeRequest) -> Tokenization:
-        answer = await self._core.unary(lambda on: on.generation.Tokenize(request, metadata=on.metadata))
+    async def _tokenize(self, request: pb.TokenizeRequest, api_key: str | None) -> Tokenization:
+        answer = await self._core.unary(
+            lambda on: on.generation.Tokenize(request, metadata=on.metadata_of(api_key))
+        )
         return Tokenization(tuple(answer.token_ids), tuple(answer.pieces), answer.max_model_len)
 
     async def detokenize(
-        self, token_ids: Sequence[int], *, model: str = "", keep_special_tokens: bool = False
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        keep_special_tokens: bool = False,
+        api_key: str | None = None,
     ) -> str:
         """Return the text of token ids."""
         request = pb.DetokenizeRequest(model=model, keep_special_tokens=keep_special_tokens)
         with _wire.naming("token_ids"):
             request.token_ids.extend(token_ids)
-        answer = await self._core.unary(lambda on: on.generation.Detokenize(request, metadata=on.metadata))
+        answer = await self._core.unary(
+            lambda on: on.generation.Detokenize(request, metadata=on.metadata_of(api_key))
+        )
         return answer.text
 
-    async def models(self) -> list[ModelInfo]:
+    async def models(self, *, api_key: str | None = None) -> list[ModelInfo]:
         """Return the models that are served."""
         request = pb.ListModelsRequest()
-        answer = await self._core.unary(lambda on: on.generation.ListModels(request, metadata=on.metadata))
+        answer = await self._core.unary(
+            lambda on: on.generation.ListModels(request, metadata=on.metadata_of(api_key))
+        )
         return [_wire.model_info(model) for model in answer.models]
 
     async def status(self, *, history: bool = False) -> Status:

@@ -38,7 +38,7 @@ class StackError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackConfig:
-    """What to start. Arguments are those of `octavo scheduler` and `octavo worker`, and come last."""
+    """What to start. Arguments are those of the services' commands, and come last."""
 
     model: str = "demo"
     num_workers: int = 1
@@ -49,6 +49,9 @@ class StackConfig:
     """Port of the first worker; the others follow. None is any free ones."""
     scheduler_args: Sequence[str] = ()
     worker_args: Sequence[str] = ()
+    gateway_port: int | None = None
+    """Port of an HTTP gateway; 0 is any free one, None is no gateway."""
+    gateway_args: Sequence[str] = ()
     folder: Path | None = None
     """Where the logs go; None is a new temporary folder."""
     env: dict[str, str] = field(default_factory=dict)
@@ -163,6 +166,9 @@ class Stack:
         ports = [free_port(host) if first is None else first + index for index in range(config.num_workers)]
         self.workers = [self._worker(index, port) for index, port in enumerate(ports)]
         self.scheduler = self._scheduler(config.port or free_port(host))
+        self.gateway = (
+            self._gateway(config.gateway_port or free_port(host)) if config.gateway_port is not None else None
+        )
 
     @property
     def endpoint(self) -> str:
@@ -172,7 +178,8 @@ class Stack:
     @property
     def children(self) -> list[Child]:
         """All processes, in the order in which they are stopped."""
-        return [self.scheduler, *self.workers]
+        gateway = [self.gateway] if self.gateway is not None else []
+        return [*gateway, self.scheduler, *self.workers]
 
     def _worker(self, index: int, port: int) -> Child:
         address = f"{self.config.host}:{port}"
@@ -185,12 +192,17 @@ class Stack:
         arguments = ["scheduler", "--listen", address, "--workers", workers, *_NO_METRICS]
         return self._child("scheduler", address, [*arguments, *self.config.scheduler_args])
 
+    def _gateway(self, port: int) -> Child:
+        address = f"{self.config.host}:{port}"
+        arguments = ["gateway", "--listen", address, "--endpoint", self.scheduler.address]
+        return self._child("gateway", address, [*arguments, *self.config.gateway_args])
+
     def _child(self, name: str, address: str, arguments: Sequence[str]) -> Child:
         return Child(name, address, arguments, self.folder / f"{name}.log", self.config.env)
 
     def start(self) -> None:
         """Start every process; does not wait until they serve."""
-        for child in (*self.workers, self.scheduler):
+        for child in reversed(self.children):
             child.start()
 
     def wait_ready(self, timeout_s: float = 600.0, on_progress: Progress | None = None) -> None:
@@ -210,6 +222,11 @@ class Stack:
                         if on_progress is not None and record.get("event") == "model_loading":
                             on_progress(str(record.get("what")), float(record.get("percent", 0)) / 100)
                 time.sleep(_POLL_S)
+            while self.gateway is not None and not _listens(self.gateway.address):
+                self.check()
+                if time.monotonic() > give_up_at:
+                    raise StackError(f"the gateway is not ready within {timeout_s:g} s; see {self.folder}")
+                time.sleep(_POLL_S)
 
     def _is_ready(self, client: Client) -> bool:
         try:
@@ -226,8 +243,8 @@ class Stack:
                 raise StackError(child.account())
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """End every process, the scheduler first; those that take longer than `grace_s` are killed."""
-        for group in ([self.scheduler], self.workers):
+        """End every process, gateway first, workers last; those that take over `grace_s` are killed."""
+        for group in ([self.gateway] if self.gateway else [], [self.scheduler], self.workers):
             give_up_at = time.monotonic() + grace_s
             for child in group:
                 child.signal(signal.SIGTERM)
@@ -246,6 +263,15 @@ class Stack:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
+            return True
+    except OSError:
+        return False
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,8 @@ import psutil
 import pytest
 from octavo import Client
 
-SIM = ("--model", "sim", "--worker-arg=--runner=sim", "--port", "0", "--worker-port", "0")
+NO_GATEWAY = ("--gateway-port", "none")
+SIM = (*NO_GATEWAY, "--model", "sim", "--worker-arg=--runner=sim", "--port", "0", "--worker-port", "0")
 OCTAVO = (sys.executable, "-m", "octavo.cli.main")
 
 
@@ -79,6 +81,20 @@ def test_up_prints_endpoints_and_a_command_that_works(tmp_path: Path) -> None:
             timeout=60,
         )
         assert len(answered.stdout) > 1
+
+
+def test_up_with_a_gateway_serves_http_until_it_ends(tmp_path: Path) -> None:
+    with up(tmp_path, *SIM, "--gateway-port", "0") as process:
+        said = read_until_up(process)
+        gateway = re.search(r"gateway +(http://\S+)/v1", said)
+        assert gateway is not None
+        with urllib.request.urlopen(f"{gateway[1]}/v1/models", timeout=20) as answer:  # noqa: S310 # ours
+            assert b'"sim"' in answer.read()
+        children = descendants(process)
+        process.send_signal(signal.SIGTERM)
+
+        assert process.wait(30) == 0
+        assert gone(children)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -144,7 +160,7 @@ def test_up_port_in_use_prints_the_childs_own_words(tmp_path: Path) -> None:
 
 def test_up_missing_model_folder_prints_the_childs_own_words(tmp_path: Path) -> None:
     with up(
-        tmp_path, "--model", str(tmp_path / "nothing-here"), "--port", "0", "--worker-port", "0"
+        tmp_path, *NO_GATEWAY, "--model", str(tmp_path / "nothing-here"), "--port", "0", "--worker-port", "0"
     ) as process:
         _, error = process.communicate(timeout=120)
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -41,6 +42,13 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         help="port of the first worker, the others follow; 0 is any free ones (default: 50061)",
     )
     parser.add_argument(
+        "--gateway-port",
+        type=_port_or_none,
+        default=8000,
+        metavar="PORT",
+        help="port of the HTTP gateway; 0 is any free one, `none` is no gateway (default: 8000)",
+    )
+    parser.add_argument(
         "--ready-timeout",
         type=float,
         default=1800.0,
@@ -62,6 +70,9 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         metavar="ARG",
         help="further argument of each worker, as in --worker-arg=--max-num-seqs=16",
     )
+    parser.add_argument(
+        "--gateway-arg", action="append", default=[], metavar="ARG", help="further argument of the gateway"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,6 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.workers < 1:
         output.fail("--workers must be at least 1")
         return 2
+    gateway_port = arguments.gateway_port
+    if gateway_port is not None and not _has_gateway():
+        output.note("no HTTP gateway: pip install 'octavo[gateway]'")
+        gateway_port = None
     for service in ("scheduler", "worker"):
         load_settings(service)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -84,6 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
                 worker_port=arguments.worker_port or None,
                 scheduler_args=arguments.scheduler_arg,
                 worker_args=arguments.worker_arg,
+                gateway_port=gateway_port,
+                gateway_args=arguments.gateway_arg,
                 folder=arguments.logs or _log_folder(),
             )
         )
@@ -108,6 +125,14 @@ def run(arguments: argparse.Namespace) -> int:
             signal.signal(number, signal.SIG_IGN)
         if stack is not None:
             stack.stop()
+
+
+def _port_or_none(text: str) -> int | None:
+    return None if text == "none" else int(text)
+
+
+def _has_gateway() -> bool:
+    return all(find_spec(name) is not None for name in ("fastapi", "httptools", "uvicorn"))
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
@@ -139,6 +164,8 @@ def _announce(stack: Stack) -> None:
     print(f"  scheduler  {stack.endpoint}")
     for worker in stack.workers:
         print(f"  {worker.name:<9}  {worker.address}")
+    if stack.gateway is not None:
+        print(f"  gateway    http://{stack.gateway.address}/v1")
     print()
     print("Try it:")
     print(output.paint(f"  octavo chat{flag} --message 'What is the capital of France?'", "bold"))

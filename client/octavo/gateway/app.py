@@ -90,7 +90,8 @@ class Gateway:
         prompts = translate.completion_prompts(body)
         head, headers = await self._head("cmpl", body.model, request)
         num_choices = body.n or 1
-        texts = [await self._echo(body, prompt) for prompt in prompts]
+        key = translate.bearer_key(request.headers)
+        texts = [await self._echo(body, prompt, key) for prompt in prompts]
         echoes = [text for text in texts for _ in range(num_choices)]
         asks = [
             CompletionAsk(self._client, prompt, {**options, "request_id": f"{head.id}-{number}"})
@@ -126,29 +127,30 @@ class Gateway:
         own = secrets.token_hex(12)
         head = Head(f"{kind}-{known}-{own}" if known else f"{kind}-{own}", int(time.time()), model or "")
         if not model:
-            models = await self._client.models()
+            models = await self._client.models(api_key=translate.bearer_key(request.headers))
             if len(models) == 1:
                 head = Head(head.id, head.created, models[0].id)
         return head, {"x-request-id": known or head.id}
 
-    async def _echo(self, body: CompletionRequest, prompt: Prompt) -> str:
+    async def _echo(self, body: CompletionRequest, prompt: Prompt, key: str) -> str:
         """Return what each choice of a prompt begins with."""
         if not body.echo:
             return ""
         if isinstance(prompt, str):
             return prompt
-        return await self._client.detokenize(prompt, model=body.model or "")
+        return await self._client.detokenize(prompt, model=body.model or "", api_key=key)
 
     # The rest ------------------------------------------------------------------------------------
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
         """List the models that are served."""
-        models = [self._model(one) for one in await self._client.models()]
+        served = await self._client.models(api_key=translate.bearer_key(request.headers))
+        models = [self._model(one) for one in served]
         return JSONResponse({"object": "list", "data": models})
 
-    async def model(self, name: str) -> Response:
+    async def model(self, name: str, request: Request) -> Response:
         """Describe a model."""
-        for one in await self._client.models():
+        for one in await self._client.models(api_key=translate.bearer_key(request.headers)):
             if one.id == name:
                 return JSONResponse(self._model(one))
         raise GatewayError(Failure(404, f"no model {name!r} here", "model_not_found", "model", retry=False))
@@ -166,21 +168,27 @@ class Gateway:
             "workers": model.workers,
         }
 
-    async def tokenize(self, body: TokenizeRequest) -> Response:
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
         """Return the tokens of a prompt or a conversation."""
         model, pieces = body.model or "", bool(body.return_token_strs)
+        key = translate.bearer_key(request.headers)
         if body.messages is not None:
             found = await self._client.tokenize_chat(
                 translate.chat_messages(body.messages),
                 model=model,
                 pieces=pieces,
+                api_key=key,
                 **translate.template_options(
                     body.tools, body.chat_template_kwargs, body.add_generation_prompt
                 ),
             )
         else:
             found = await self._client.tokenize(
-                body.prompt or "", model=model, add_special_tokens=body.add_special_tokens, pieces=pieces
+                body.prompt or "",
+                model=model,
+                add_special_tokens=body.add_special_tokens,
+                pieces=pieces,
+                api_key=key,
             )
         return JSONResponse(
             {
@@ -191,9 +199,10 @@ class Gateway:
             }
         )
 
-    async def detokenize(self, body: DetokenizeRequest) -> Response:
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
         """Return the text of tokens."""
-        text = await self._client.detokenize(body.tokens, model=body.model or "")
+        key = translate.bearer_key(request.headers)
+        text = await self._client.detokenize(body.tokens, model=body.model or "", api_key=key)
         return JSONResponse({"prompt": text})
 
     async def health(self) -> Response:
@@ -214,6 +223,7 @@ def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> 
     """Return the ASGI application. Without a client it makes one at start, and closes it at the end."""
     client = client or AsyncClient(
         settings.endpoint,
+        api_key=settings.own_key(),
         connect_timeout=settings.connect_timeout_s,
         reconnect_timeout=settings.reconnect_timeout_s,
     )

@@ -32,6 +32,9 @@ class GatewaySettings(ServiceSettings):
         "127.0.0.1:50051",
         description="scheduler, as host:port; several, separated by commas, stand in for each other",
     )
+    api_key_file: Path | None = Field(
+        None, description="file with the gateway's own key; requests run under their clients' keys"
+    )
     reconnect_timeout_s: Seconds = Field(
         30.0, description="how long running responses wait for a scheduler that was lost"
     )
@@ -65,6 +68,14 @@ class GatewaySettings(ServiceSettings):
     def port(self) -> int:
         """Port of `listen`."""
         return int(self.listen.rpartition(":")[2])
+
+    def own_key(self) -> str | None:
+        """Return the key with which the gateway connects; None: the one in OCTAVO_API_KEY, or none.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        return self.api_key_file.read_text(encoding="utf-8").strip() if self.api_key_file else None
 
     @model_validator(mode="after")
     def _addresses(self) -> Self:

@@ -33,7 +33,7 @@ _STATUS: Final[tuple[tuple[type[OctavoError], int], ...]] = (
 _STATUS_OF_REASON: Final[Mapping[str, int]] = {
     "DUPLICATE_REQUEST_ID": 409,
     "MESSAGE_TOO_LARGE": 413,
-    "PERMISSION_DENIED": 403,
+    "ROLE_REQUIRED": 403,
     "SLOW_CONSUMER": 503,  # The gateway did not read, which is not its client's fault.
     "CANCELLED": 503,
     "CLIENT_CLOSED": 503,
@@ -52,8 +52,8 @@ _TYPES: Final[Mapping[int, str]] = {
 _CODES: Final[Mapping[str, str]] = {
     "UNKNOWN_MODEL": "model_not_found",
     "PROMPT_TOO_LONG": "context_length_exceeded",
-    "ACCESS_DENIED": "invalid_api_key",
-    "UNAUTHENTICATED": "invalid_api_key",
+    "BAD_API_KEY": "invalid_api_key",
+    "NO_API_KEY": "invalid_api_key",
 }
 _DEFAULT_RETRY_S: Final = 1.0
 UNSUPPORTED: Final = "unsupported"
@@ -158,7 +158,8 @@ def failure_of(error: OctavoError, renamed: Mapping[str, str] | None = None) -> 
         retry_after_s = _DEFAULT_RETRY_S
     # Time that has run out does not come back: trying again by itself would add to the load that took it.
     retry = True if status in (429, 503) else None if status == 409 else False
-    return Failure(status, message, code, param, retry_after_s, retry)
+    headers = {"www-authenticate": "Bearer"} if status == 401 else {}
+    return Failure(status, message, code, param, retry_after_s, retry, headers)
 
 
 def param_of(path: str, names: Mapping[str, str]) -> str:

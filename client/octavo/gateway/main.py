@@ -15,6 +15,7 @@ import uvicorn
 from prometheus_client import disable_created_metrics
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from octavo.errors import InvalidRequestError
 from octavo.gateway.app import create_app
 from octavo.gateway.config import GatewaySettings
 from octavo.gateway.responses import ABORT
@@ -61,6 +62,11 @@ def run(settings: GatewaySettings) -> int:
     # Its access log would be a second line for each request; its errors are ours to tell.
     logging.getLogger("uvicorn.access").disabled = True
     try:
+        app = create_app(settings)
+    except (OSError, UnicodeError, InvalidRequestError) as error:
+        _log.error("gateway_cannot_start", reason="API_KEY", problem=f"the key cannot be used: {error}")
+        return EXIT_FAILED
+    try:
         listener = _listen(settings)
     except OSError as error:
         _log.error(
@@ -69,7 +75,7 @@ def run(settings: GatewaySettings) -> int:
         return EXIT_ADDRESS_TAKEN
     host, port = listener.getsockname()[:2]
     _log.info("gateway_listening", address=f"{host}:{port}", endpoint=settings.endpoint)
-    server = Server(server_config(create_app(settings), settings))
+    server = Server(server_config(app, settings))
     # What is there now stays: the collector need not look at it again and again.
     gc.freeze()
     server.run(sockets=[listener])

@@ -127,6 +127,7 @@ def template_options(
 
 def _options(request: GenerationRequest, headers: Mapping[str, str]) -> dict[str, Any]:
     options: dict[str, Any] = terms(headers)
+    options["api_key"] = bearer_key(headers)
     for name in _SAMPLING:
         value = getattr(request, name)
         if value is not None:
@@ -186,10 +187,10 @@ def _count(name: str, value: str) -> int:
     return int(value)
 
 
-def bearer_key(headers: Mapping[str, str]) -> str | None:
-    """Return the API key of a request, or None when it has none: then the scheduler decides."""
+def bearer_key(headers: Mapping[str, str]) -> str:
+    """Return the API key of a request, empty when it has none: never the gateway's own."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() or None if scheme.lower() == "bearer" else None
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _structured(request: GenerationRequest) -> StructuredOutput | None:
