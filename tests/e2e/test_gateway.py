@@ -134,11 +134,12 @@ async def test_chat_takes_the_template_system_prompts_and_text_parts(one: Served
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": parts}]
     answer = await one.chat(messages=messages, max_tokens=500)
 
-    rendered = answer["choices"][0]["message"]["content"]
+    counted = (await one.post("/tokenize", messages=messages)).json()
+    rendered = (await one.post("/detokenize", tokens=counted["tokens"])).json()["prompt"]
     assert "be kind" in rendered
     assert "first\nsecond" in rendered
-    counted = (await one.post("/tokenize", messages=messages)).json()
     assert answer["usage"]["prompt_tokens"] == counted["count"]
+    assert answer["choices"][0]["message"]["content"] in rendered
     assert answer["object"] == "chat.completion"
 
 

@@ -24,6 +24,7 @@ BENCHES: Final = {
         "octavo.bench.fragmentation",
         "how much of the KV memory holds tokens, paged against contiguous",
     ),
+    "vegeta-targets": ("octavo.bench.vegeta", "requests to a gateway, as a file of targets for vegeta"),
     "fleet": (
         "octavo.bench.fleet",
         "one late-binding queue against routers that bind early, on public traces, simulated",

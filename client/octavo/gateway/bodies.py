@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.gateway.errors import Failure
+
+_MOST_DISCARDED: Final = 64 << 20
 
 
 class BodyLimits:
@@ -22,8 +25,10 @@ class BodyLimits:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
-        length = dict(scope["headers"]).get(b"content-length", b"")
-        if length.isdigit() and len(length) < 20 and int(length) > self._max_bytes:
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"")
+        known = int(length) if length.isdigit() and len(length) < 20 else 0
+        if known > _MOST_DISCARDED or (known > self._max_bytes and b"expect" in headers):
             await self._refuse(send)
             return
         try:
@@ -50,17 +55,28 @@ class BodyLimits:
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
+        """Return the body, or None when the client went away.
+
+        A body that is too large is read to its end first, within bounds: most clients look for an answer
+        only then, and a connection that is closed while they send shows them no answer at all.
+
+        Raises:
+            _TooLarge: it is.
+        """
         parts: list[bytes] = []
         size = 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_bytes:
+            part = message.get("body", b"")
+            size += len(part)
+            if size <= self._max_bytes:
+                parts.append(part)
+            more = message.get("more_body", False)
+            if size > _MOST_DISCARDED or (size > self._max_bytes and not more):
                 raise _TooLarge
-            if not message.get("more_body", False):
+            if not more:
                 return b"".join(parts)
 
     async def _refuse(self, send: Send) -> None:

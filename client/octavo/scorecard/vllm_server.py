@@ -37,7 +37,7 @@ class VllmServer:
 
 
 @asynccontextmanager
-async def vllm_serve(*arguments: str) -> AsyncIterator[VllmServer]:
+async def vllm_serve(*arguments: str, dtype: str = "auto") -> AsyncIterator[VllmServer]:
     """Run `vllm serve` in the environment that our worker makes for itself; arguments come last.
 
     Raises:
@@ -47,7 +47,7 @@ async def vllm_serve(*arguments: str) -> AsyncIterator[VllmServer]:
     base_url = f"http://127.0.0.1:{port}"
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-vllm-serve-")))
-        model, dtype = _model_with_tokenizer(folder)
+        model, dtype = _model_with_tokenizer(folder, dtype)
         environment = _environment()
         flags = (
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
@@ -84,7 +84,7 @@ def _start(log: Path, environment: dict[str, str], arguments: Sequence[str]) -> 
         return subprocess.Popen(command, env=environment, stdout=file, stderr=file)  # noqa: S603 - fixed
 
 
-def _model_with_tokenizer(folder: Path) -> tuple[Path, str]:
+def _model_with_tokenizer(folder: Path, wanted_dtype: str) -> tuple[Path, str]:
     """Return the demo model's folder as vLLM serves it, and the type of its weights."""
     from worker_svc.models import resolve
     from worker_svc.runner.torch.gguf_file import open_gguf
@@ -92,13 +92,16 @@ def _model_with_tokenizer(folder: Path) -> tuple[Path, str]:
     from worker_svc.runner.vllm.settings import chosen_dtype
 
     model = resolve("demo", lambda what, fraction: None)
-    dtype = chosen_dtype("auto")
+    dtype = chosen_dtype(wanted_dtype)
     target = folder / "model"
     target.mkdir()
     for file in hf_folder_of(model, dtype, lambda what, fraction: None).iterdir():
         (target / file.name).symlink_to(file)
-    for name, content in open_gguf(model.path).text.tokenizer_files.items():
+    text = open_gguf(model.path).text
+    for name, content in text.tokenizer_files.items():
         (target / name).write_bytes(content)
+    if text.chat_template is not None:
+        (target / "chat_template.jinja").write_text(text.chat_template)
     return target, dtype
 
 

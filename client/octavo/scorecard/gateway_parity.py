@@ -1,0 +1,178 @@
+"""The same requests to two servers that speak the OpenAI API, and where their answers differ."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+LOGPROB_TOLERANCE: Final = 2e-3
+Position = tuple[str, float, dict[str, float]]
+"""Token, log probability, and the best tokens with theirs."""
+_TIMEOUT_S: Final = 300.0
+_TEXTS: Final = (
+    "The capital of France is",
+    "One, two, three,",
+    "Once upon a time, in a small house by the river,",
+    "def fibonacci(n):\n    ",
+    "Grüße aus Köln! Das Wetter ist",
+    "你好世界。今天",
+    "The first president of the United States was",
+    "Q: What is 2 + 2?\nA:",
+)
+_QUESTIONS: Final = (
+    "What is the capital of France?",
+    "Name three colours.",
+    "Write a line of a poem with an emoji in it.",
+    "Count from one to five.",
+    "How do I boil an egg?",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request."""
+
+    path: str
+    body: dict[str, Any]
+
+
+def asks() -> list[Ask]:
+    """Return fifty greedy requests that use what both servers have."""
+    completions: list[dict[str, Any]] = [{"prompt": text} for text in _TEXTS]
+    completions += [{"prompt": text, "logprobs": 3} for text in _TEXTS[:6]]
+    completions += [
+        {"prompt": _TEXTS[1], "stop": ["five", ", six"], "max_tokens": 30},
+        {"prompt": _TEXTS[1], "stop": " four", "stream": True},
+        {"prompt": _TEXTS[2], "stop": [".", "\n"], "logprobs": 1},
+        {"prompt": _TEXTS[0], "min_tokens": 12, "max_tokens": 20},
+        {"prompt": _TEXTS[0], "ignore_eos": True, "max_tokens": 40},
+        {"prompt": _TEXTS[2], "repetition_penalty": 1.3},
+        {"prompt": _TEXTS[2], "presence_penalty": 0.7, "frequency_penalty": 0.4},
+        {"prompt": _TEXTS[0], "logit_bias": {"260": 5.0, "7042": -100.0}},
+        {"prompt": _TEXTS[0], "stop_token_ids": [30], "max_tokens": 30},
+        {"prompt": _TEXTS[0], "echo": True},
+        {"prompt": [1, 504, 3575, 282], "logprobs": 0},
+        {"prompt": list(_TEXTS[:3])},
+        {"prompt": [[504, 3575], [57, 1442, 28]], "stream": True},
+        {"prompt": _TEXTS[4], "stream": True, "logprobs": 2},
+        {"prompt": _TEXTS[5], "stream": True, "max_tokens": 24},
+        {"prompt": _TEXTS[3], "skip_special_tokens": False, "max_tokens": 48},
+        {"prompt": _TEXTS[6], "return_token_ids": True},
+        {"prompt": _TEXTS[7], "max_tokens": 1},
+    ]
+    chats: list[dict[str, Any]] = [_chat(question) for question in _QUESTIONS]
+    chats += [_chat(question, stream=True) for question in _QUESTIONS[:3]]
+    chats += [_chat(question, logprobs=True, top_logprobs=3) for question in _QUESTIONS[:4]]
+    chats += [
+        _chat(_QUESTIONS[2], logprobs=True, top_logprobs=1, stream=True),
+        _chat(_QUESTIONS[0], system="Answer in one word."),
+        _chat([{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of Italy?"}]),
+        _chat(_QUESTIONS[3], stop=["three"]),
+        _chat(_QUESTIONS[4], max_completion_tokens=5),
+        _chat(_QUESTIONS[1], repetition_penalty=1.2),
+    ]
+    found = [Ask("/v1/completions", {"max_tokens": 16, **body}) for body in completions]
+    found += [Ask("/v1/chat/completions", {"max_tokens": 24, **body}) for body in chats]
+    for ask in found:
+        ask.body["temperature"] = 0
+        if ask.body.get("stream"):
+            ask.body["stream_options"] = {"include_usage": True}
+        if "max_completion_tokens" in ask.body:
+            del ask.body["max_tokens"]
+    return found
+
+
+def _chat(content: Any, system: str | None = None, **body: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return {"messages": [*messages, {"role": "user", "content": content}], **body}
+
+
+def answer(base: str, model: str, ask: Ask) -> dict[str, Any]:
+    """Return the answer as a whole one, whether it is streamed or not."""
+    body = json.dumps({"model": model, **ask.body}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(base + ask.path, body, headers)  # noqa: S310 # our own servers
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:  # noqa: S310 # our own servers
+            text = reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return {"status": error.code, "error": error.read().decode(errors="replace")}
+    if not ask.body.get("stream"):
+        found: dict[str, Any] = json.loads(text)
+        return found
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: {")]
+    return _joined([json.loads(event) for event in events])
+
+
+def _joined(events: list[dict[str, Any]]) -> dict[str, Any]:
+    choices: dict[int, dict[str, Any]] = {}
+    usage = None
+    for event in events:
+        usage = event.get("usage") or usage
+        for part in event["choices"]:
+            choice = choices.setdefault(part["index"], {"index": part["index"], "text": "", "logprobs": None})
+            choice["text"] += part["text"] if "text" in part else part["delta"].get("content") or ""
+            for name in ("finish_reason", "stop_reason"):
+                choice[name] = part.get(name) if part.get(name) is not None else choice.get(name)
+            for name, values in (part.get("logprobs") or {}).items():
+                if values is not None:
+                    held = choice["logprobs"] = choice["logprobs"] or {}
+                    held.setdefault(name, []).extend(values)
+    return {"choices": [choices[index] for index in sorted(choices)], "usage": usage}
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
+    """Yield what differs: text, ends, usage, tokens, and log probabilities beyond the tolerance."""
+    if "choices" not in ours or "choices" not in theirs:
+        if ours != theirs:
+            yield f"answers: {_short(ours)} and {_short(theirs)}"
+        return
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        if ours["usage"][name] != theirs["usage"][name]:
+            yield f"{name}: {ours['usage'][name]} and {theirs['usage'][name]}"
+    if len(ours["choices"]) != len(theirs["choices"]):
+        yield f"choices: {len(ours['choices'])} and {len(theirs['choices'])}"
+    for one, other in zip(ours["choices"], theirs["choices"], strict=False):
+        for name in ("finish_reason", "stop_reason", "token_ids"):
+            if one.get(name) != other.get(name):
+                yield f"{name}: {one.get(name)!r} and {other.get(name)!r}"
+        if _text(one) != _text(other):
+            yield f"text: {_text(one)!r} and {_text(other)!r}"
+        yield from _differing_logprobs(_positions(one), _positions(other))
+
+
+def _differing_logprobs(ours: list[Position], theirs: list[Position]) -> Iterator[str]:
+    if len(ours) != len(theirs):
+        yield f"positions with log probabilities: {len(ours)} and {len(theirs)}"
+    for at, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one[0] != other[0] or abs(one[1] - other[1]) > LOGPROB_TOLERANCE:
+            yield f"position {at}: {one[:2]} and {other[:2]}"
+        elif one[2].keys() != other[2].keys():
+            yield f"best at {at}: {sorted(one[2])} and {sorted(other[2])}"
+        elif any(abs(one[2][name] - other[2][name]) > LOGPROB_TOLERANCE for name in one[2]):
+            yield f"best at {at}: {one[2]} and {other[2]}"
+
+
+def _text(choice: dict[str, Any]) -> Any:
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+def _positions(choice: dict[str, Any]) -> list[Position]:
+    """Return the positions of a choice that has log probabilities."""
+    logprobs = choice.get("logprobs") or {}
+    if "tokens" in logprobs:
+        return list(
+            zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+        )
+    return [
+        (entry["token"], entry["logprob"], {one["token"]: one["logprob"] for one in entry["top_logprobs"]})
+        for entry in logprobs.get("content") or ()
+    ]
+
+
+def _short(value: object) -> str:
+    return str(value)[:200]
