@@ -324,3 +324,8 @@ async def test_metrics_count_requests_and_tokens(one: Served) -> None:
     assert await one.metric("octavo_gateway_output_tokens_total", endpoint="completions") == before + 3
     assert await one.metric("octavo_gateway_requests_total", endpoint="completions", status="200") >= 1
     assert await one.metric("octavo_gateway_running_requests", endpoint="completions") == 0
+    refused = await one.metric("octavo_gateway_requests_total", endpoint="completions", status="400")
+    await one.post("/v1/completions", prompt="abc", nonsense=1)
+    assert (
+        await one.metric("octavo_gateway_requests_total", endpoint="completions", status="400") == refused + 1
+    )

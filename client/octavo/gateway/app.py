@@ -238,11 +238,7 @@ def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> 
         title="Octavo gateway", version=__version__, lifespan=lifespan, redoc_url=None, docs_url="/docs"
     )
     app.include_router(_routes(gateway))
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(GatewayError, _on_gateway_error)
-    app.add_exception_handler(OctavoError, _on_octavo_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_bug)
+    Refusals(gateway.metrics).install(app)
     return BodyLimits(app, settings.max_body_bytes, settings.read_timeout_s)
 
 
@@ -261,36 +257,57 @@ def _routes(gateway: Gateway) -> APIRouter:
     return router
 
 
-def _response(failure: Failure) -> Response:
-    return Response(failure.encoded(), failure.status, failure.all_headers(), media_type="application/json")
+class Refusals:
+    """Answers to what was refused or failed before a job began."""
 
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
 
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    content_type = request.headers.get("content-type", "")
-    if request.method == "POST" and "json" not in content_type:
-        message = f"content-type: must be application/json, got {content_type or 'nothing'!r}"
-        return _response(Failure(415, message, "unsupported_media_type", "content-type", retry=False))
-    return _response(failure_of_validation(error.errors()))
+    def install(self, app: FastAPI) -> None:
+        """Become the application's handlers of exceptions."""
+        app.add_exception_handler(RequestValidationError, self.on_validation_error)
+        app.add_exception_handler(GatewayError, self.on_gateway_error)
+        app.add_exception_handler(OctavoError, self.on_octavo_error)
+        app.add_exception_handler(HTTPException, self.on_http_exception)
+        app.add_exception_handler(Exception, self.on_bug)
 
+    async def on_validation_error(self, request: Request, error: Exception) -> Response:
+        """The body is not what the schema says."""
+        assert isinstance(error, RequestValidationError)
+        content_type = request.headers.get("content-type", "")
+        if request.method == "POST" and "json" not in content_type:
+            problem = f"content-type: must be application/json, got {content_type or 'nothing'!r}"
+            failure = Failure(415, problem, "unsupported_media_type", "content-type", retry=False)
+            return self._answer(request, failure)
+        return self._answer(request, failure_of_validation(error.errors()))
 
-async def _on_gateway_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, GatewayError)
-    return _response(error.failure)
+    async def on_gateway_error(self, request: Request, error: Exception) -> Response:
+        """The gateway refuses it."""
+        assert isinstance(error, GatewayError)
+        return self._answer(request, error.failure)
 
+    async def on_octavo_error(self, request: Request, error: Exception) -> Response:
+        """The service refuses it, or failed."""
+        assert isinstance(error, OctavoError)
+        return self._answer(request, failure_of(error, {"token_ids": "tokens"}))
 
-async def _on_octavo_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, OctavoError)
-    return _response(failure_of(error, {"text": "prompt", "token_ids": "tokens"}))
+    async def on_http_exception(self, request: Request, error: Exception) -> Response:
+        """There is no such route, or not by this method."""
+        assert isinstance(error, HTTPException)
+        status, headers = error.status_code, error.headers or {}
+        code = _HTTP_CODES.get(status, "invalid_request")
+        failure = Failure(status, str(error.detail), code, retry=False, headers=headers)
+        return self._answer(request, failure)
 
+    async def on_bug(self, request: Request, error: Exception) -> Response:
+        """A fault of ours."""
+        _log.error("request_failed", path=request.url.path, exc_info=error)
+        return self._answer(request, Failure(500, "the gateway failed", "internal", retry=False))
 
-async def _on_http_exception(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    status, headers = error.status_code, error.headers or {}
-    code = _HTTP_CODES.get(status, "invalid_request")
-    return _response(Failure(status, str(error.detail), code, retry=False, headers=headers))
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    _log.error("request_failed", path=request.url.path, exc_info=error)
-    return _response(Failure(500, "the gateway failed", "internal", retry=False))
+    def _answer(self, request: Request, failure: Failure) -> Response:
+        # The name of a route, not what the client wrote: nobody shall make up labels.
+        endpoint = getattr(request.scope.get("route"), "name", "unknown")
+        self._metrics.requests.labels(endpoint, str(failure.status)).inc()
+        return Response(
+            failure.encoded(), failure.status, failure.all_headers(), media_type="application/json"
+        )

@@ -31,7 +31,11 @@ ABORT: Final = "octavo.abort"
 """Extension of the ASGI scope: a function that drops the connection with what waits to be read."""
 CLIENT_CLOSED: Final = 499
 """Status in logs and metrics of a client that went away."""
-_SSE: Final = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+_SSE: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would hold events back.
+}
 _JSON: Final = {"content-type": "application/json"}
 
 
