@@ -106,6 +106,9 @@ class LiveRequest:
         message = accepted_to_proto(
             accepted, request_id=self.request_id, prompt_tokens=self._prompt_tokens, seed=self._seed
         )
+        message.trimmed_tokens = self._admitted.trimmed_tokens
+        if self._admitted.clamped_max_tokens is not None:
+            message.clamped_max_tokens = self._admitted.clamped_max_tokens
         self.record.accepted(accepted)
         self._outbox.level = accepted.level
         self._outbox.accepted(self.request_id).CopyFrom(message)

@@ -232,6 +232,8 @@ def accepted(message: pb.Accepted) -> Accepted:
         prompt_tokens=message.prompt_tokens,
         level=message.level,
         seed=message.seed,
+        trimmed_tokens=message.trimmed_tokens,
+        clamped_max_tokens=message.clamped_max_tokens if message.HasField("clamped_max_tokens") else None,
     )
 
 

@@ -117,6 +117,10 @@ class Accepted:
     level: int
     """Degradation level at admission, 0 to 4."""
     seed: int
+    trimmed_tokens: int = 0
+    """Prompt tokens that were trimmed away under load."""
+    clamped_max_tokens: int | None = None
+    """max_tokens in force, when it was lowered under load."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,3 +264,47 @@ async def _is_up(http: httpx.AsyncClient) -> bool:
         return (await http.get("/health")).status_code == 200
     except httpx.TransportError:
         return False
+
+
+async def test_what_load_took_from_a_request_is_in_headers_and_usage() -> None:
+    flags = {
+        "max_waiting_requests": 10,
+        "level_backlog": "0.3,none,none,none",
+        "level_wait": "none,none,none,none",
+        "trim_prompt_tokens": "64,8",
+        "trim_max_tokens": "16,4",
+    }
+    async with served({"max_num_seqs": 1, "max_model_len": 256}, **flags) as one:
+        one.worker.gate.close()
+        load = [asyncio.create_task(one.complete(prompt=f"p{n}", max_tokens=2)) for n in range(5)]
+
+        async def at_level_one() -> bool:
+            return (await one.stack.status()).level == 1
+
+        await until(at_level_one)
+        headers = {"x-octavo-degrade": "may_trim", "x-octavo-keep-head-tokens": "10"}
+        body = {"prompt": "x" * 200, "max_tokens": 40, "ignore_eos": True}
+        asks = [
+            asyncio.create_task(
+                one.http.post("/v1/completions", json={**body, "stream": stream, **more}, headers=headers)
+            )
+            for stream, more in ((False, {}), (True, {"stream_options": {"include_usage": True}}))
+        ]
+        await until(lambda: _arrived(one, 7))
+        one.worker.gate.open()
+        whole, streamed = await asyncio.gather(*asks)
+        await asyncio.gather(*load)
+
+        last = streamed.text.split("\n\n")[-3].removeprefix("data: ")
+        usages = [whole.json()["usage"], json.loads(last)["usage"]]
+        for answer, usage in zip((whole, streamed), usages, strict=True):
+            trimmed = usage["prompt_tokens_details"]["trimmed_tokens"]
+            assert 200 - usage["prompt_tokens"] == trimmed > 0
+            assert answer.headers["x-octavo-trimmed-tokens"] == str(trimmed)
+            clamped = usage["completion_tokens_details"]["clamped_max_tokens"]
+            assert answer.headers["x-octavo-max-tokens"] == str(clamped)
+            assert usage["completion_tokens"] == clamped <= 16
+
+
+async def _arrived(one: Served, count: int) -> bool:
+    return (await one.stack.status()).arrivals >= count

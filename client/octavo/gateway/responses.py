@@ -22,7 +22,7 @@ from octavo.errors import OctavoError
 from octavo.gateway.errors import Failure, GatewayError, failure_of
 from octavo.gateway.metrics import Observation
 from octavo.gateway.writers import Writer, event
-from octavo.types import GenerateResult, Usage
+from octavo.types import Accepted, GenerateResult, Usage
 
 _log = structlog.get_logger()
 _T = TypeVar("_T")
@@ -185,22 +185,21 @@ class EventResponse(JobResponse):
         async with AsyncExitStack() as stack:
             streams = [await stack.enter_async_context(ask.stream()) for ask in job.asks]
             if len(streams) == 1:
-                await self._pump(streams[0], 0, send)
+                await self._pump(streams, 0, send)
             else:
-                await _all(
-                    self._pump(stream, number * job.num_choices, send)
-                    for number, stream in enumerate(streams)
-                )
+                await _all(self._pump(streams, number, send) for number in range(len(streams)))
             usages = [stream.result.usage for stream in streams]
         job.observation.used(usages)
         await self._write(send, job.writer.end(usages), more=False)
 
-    async def _pump(self, stream: AsyncStream, first_choice: int, send: Send) -> None:
+    async def _pump(self, streams: Sequence[AsyncStream], number: int, send: Send) -> None:
         """Write what comes of one prompt, all of a step at once."""
-        job = self._job
+        job, stream = self._job, streams[number]
+        first_choice = number * job.num_choices
         while (progress := await stream.progress()) is not None:
             if not self._started:
-                await self._begin(send, 200, _SSE)
+                told = [each.accepted for each in streams if each.accepted is not None]
+                await self._begin(send, 200, {**_SSE, **degradation_headers(told)})
             job.observation.output(progress.deltas)
             accepted = stream.accepted
             prompt_tokens = accepted.prompt_tokens if accepted is not None else 0
@@ -218,7 +217,7 @@ async def _all(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def degradation_headers(usages: Sequence[Usage]) -> dict[str, str]:
+def degradation_headers(usages: Sequence[Usage | Accepted]) -> dict[str, str]:
     """Return headers that tell what was taken from a request under load."""
     headers = {}
     trimmed = sum(usage.trimmed_tokens for usage in usages)

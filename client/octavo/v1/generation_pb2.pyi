@@ -261,6 +261,8 @@ class Accepted(google.protobuf.message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     LEVEL_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
+    TRIMMED_TOKENS_FIELD_NUMBER: builtins.int
+    CLAMPED_MAX_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     queue_position: builtins.int
     """Requests ahead in the queue."""
@@ -271,6 +273,9 @@ class Accepted(google.protobuf.message.Message):
     """Degradation level at admission, 0 to 4."""
     seed: builtins.int
     """The random stream in use, for resuming. See SamplingParams.seed."""
+    trimmed_tokens: builtins.int
+    """As in Usage, known already."""
+    clamped_max_tokens: builtins.int
     def __init__(
         self,
         *,
@@ -280,9 +285,14 @@ class Accepted(google.protobuf.message.Message):
         prompt_tokens: builtins.int = ...,
         level: builtins.int = ...,
         seed: builtins.int = ...,
+        trimmed_tokens: builtins.int = ...,
+        clamped_max_tokens: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_estimated_wait_ms", b"_estimated_wait_ms", "estimated_wait_ms", b"estimated_wait_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_estimated_wait_ms", b"_estimated_wait_ms", "estimated_wait_ms", b"estimated_wait_ms", "level", b"level", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "seed", b"seed"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_clamped_max_tokens", b"_clamped_max_tokens", "_estimated_wait_ms", b"_estimated_wait_ms", "clamped_max_tokens", b"clamped_max_tokens", "estimated_wait_ms", b"estimated_wait_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_clamped_max_tokens", b"_clamped_max_tokens", "_estimated_wait_ms", b"_estimated_wait_ms", "clamped_max_tokens", b"clamped_max_tokens", "estimated_wait_ms", b"estimated_wait_ms", "level", b"level", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "seed", b"seed", "trimmed_tokens", b"trimmed_tokens"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_clamped_max_tokens", b"_clamped_max_tokens"]) -> typing.Literal["clamped_max_tokens"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_estimated_wait_ms", b"_estimated_wait_ms"]) -> typing.Literal["estimated_wait_ms"] | None: ...
 
 global___Accepted = Accepted
