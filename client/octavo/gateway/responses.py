@@ -93,10 +93,11 @@ class JobResponse(Response, ABC):
                 serving.cancel()
 
         watcher = asyncio.create_task(watch())
-        status = 200
+        status = 500  # Unless it comes to something else: a fault of ours, told by who calls this.
         try:
             try:
                 await self._run(send)
+                status = 200
             except OctavoError as error:
                 status = await self._fail(failure_of(error, self._job.renamed), send)
             except GatewayError as error:
