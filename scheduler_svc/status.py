@@ -177,7 +177,8 @@ def _fill_worker(proto: operations_pb2.WorkerStatus, worker: WorkerSnapshot) -> 
     for name in ("hit_tokens", "miss_tokens", "host_hit_tokens"):
         setattr(proto.pool, name, getattr(pool, name))
     if pool.active:
-        proto.pool.internal_fragmentation = pool.unused_slots / (pool.active * block_size)
+        # Sequences that wait for the same blocks from the host each count them as unused.
+        proto.pool.internal_fragmentation = min(1.0, pool.unused_slots / (pool.active * block_size))
     if pool.free and pool.largest_free_run:
         proto.pool.external_fragmentation = 1 - pool.largest_free_run / pool.free
     if (copies := pool.copies) is not None:

@@ -189,7 +189,8 @@ class Metrics:
         for name, gauge in self._blocks.items():
             gauge.set(getattr(pool, name))
         slots = pool.active * self._block_size
-        self._internal.set(pool.unused_slots / slots if slots else 0.0)
+        # Sequences that wait for the same blocks from the host each count them as unused.
+        self._internal.set(min(1.0, pool.unused_slots / slots) if slots else 0.0)
         self._external.set(1 - pool.largest_free_run / pool.free if pool.free else 0.0)
         for name, since_start in (
             ("hit", pool.hit_tokens),

@@ -109,12 +109,15 @@ class BlockPool:
         counts = self._counts_of(blocks)
         num_unheld = counts.count(0)
         if num_unheld:
-            keys = [self._keys[block] for block in blocks]
-            if None in keys and 0 in [count for key, count in zip(keys, counts, strict=True) if key is None]:
+            key_of = self._keys.__getitem__
+            # The first question is cheap, and answers the second as a rule.
+            if not all(map(key_of, blocks)) and any(
+                count == 0 and key_of(block) is None for block, count in zip(blocks, counts, strict=True)
+            ):
                 raise UseAfterFree(f"not all of blocks {blocks} are in use or cached")
             self._num_evictable -= num_unheld
-        for block in blocks:
-            ref_counts[block] += 1
+        for block, count in zip(blocks, counts, strict=True):
+            ref_counts[block] = count + 1
 
     def allocate(self, count: int) -> tuple[list[int], list[EvictedBlock]]:
         """Take `count` blocks, evicting cached ones where free ones do not suffice.

@@ -53,21 +53,37 @@ class FreeRuns:
 
     def give(self, blocks: Iterable[int]) -> None:
         """Add blocks that are not free now."""
-        runs: list[tuple[int, int]] = []
-        start = end = 0
-        # In order, so that neighbours are joined before they are looked up.
-        for block in sorted(blocks):
+        length_at, start_before, counts = self._length_at, self._start_before, self._runs_of_length
+        longest = self._longest
+        # In order, so that neighbours are joined before they are looked up; what ends them is no block.
+        ordered = sorted(blocks)
+        self.num_free += len(ordered)
+        ordered.append(-1)
+        start = end = ordered[0]
+        for block in ordered:
             if block == end:
                 end += 1
-            else:
-                runs.append((start, end))
-                start, end = block, block + 1
-        runs.append((start, end))
-        self._give_runs(runs)
+                continue
+            run_end = end
+            if start in start_before:
+                start = start_before.pop(start)
+                counts[length_at.pop(start)] -= 1
+            if end in length_at:
+                length = length_at.pop(end)
+                counts[length] -= 1
+                run_end += length
+            length = run_end - start
+            length_at[start] = length
+            start_before[run_end] = start
+            counts[length] += 1
+            if length > longest:  # noqa: PLR1730  max() costs a third of this loop
+                longest = length
+            start, end = block, block + 1
+        self._longest = longest
 
     def give_run(self, start: int, end: int) -> None:
         """Add the blocks [start, end), none of them free now."""
-        self._give_runs([(start, end)])
+        self.give(range(start, end))
 
     def blocks(self) -> Iterable[int]:
         """Yield every free block; for audits."""
@@ -90,30 +106,6 @@ class FreeRuns:
         ends = {start + length: start for start, length in runs.items()}
         require("free runs are known by their ends", ends == self._start_before, self._start_before)
         require("the longest run is known", max(runs.values(), default=0) == self._longest, self._longest)
-
-    def _give_runs(self, runs: list[tuple[int, int]]) -> None:
-        """Add runs, which may be empty, and join them with their neighbours."""
-        length_at, start_before, counts = self._length_at, self._start_before, self._runs_of_length
-        longest = self._longest
-        for run_start, run_end in runs:
-            start, end = run_start, run_end
-            if start == end:
-                continue
-            self.num_free += end - start
-            if start in start_before:
-                start = start_before.pop(start)
-                counts[length_at.pop(start)] -= 1
-            if end in length_at:
-                length = length_at.pop(end)
-                counts[length] -= 1
-                end += length
-            length = end - start
-            length_at[start] = length
-            start_before[end] = start
-            counts[length] += 1
-            if length > longest:  # noqa: PLR1730  max() costs a third of this loop
-                longest = length
-        self._longest = longest
 
     def _insert(self, start: int, length: int) -> None:
         self._length_at[start] = length
