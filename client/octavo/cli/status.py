@@ -12,7 +12,7 @@ from typing import Final
 from octavo.cli import output, request
 from octavo.cli.dashboard import LEVEL_COLOURS, LEVELS, control_loop
 from octavo.client import Client
-from octavo.status import HistoryPoint, Status
+from octavo.status import HistoryPoint, OverloadStatus, Status
 
 _STATE_COLOURS: Final = {"ready": "green", "draining": "yellow", "connecting": "yellow", "lost": "red"}
 _MAX_POINTS: Final = 300
@@ -92,6 +92,7 @@ def show(status: Status, points: Sequence[HistoryPoint] | None = None) -> str:
         f"requests  {live} live, {arrivals} so far, {speed:.1f} per second",
     ]
     lines += _rates(status) if points is None else ["", control_loop(status, points)]
+    lines += [_pressure(one) for one in status.overload]
     if status.key_file_problem is not None:
         problem = f"key file  cannot be used, the last good one is in force: {status.key_file_problem}"
         lines.append(output.paint(problem, "red"))
@@ -120,6 +121,22 @@ def _rates(status: Status) -> list[str]:
     if rates.cost_per_1k_tokens is not None:
         lines.append(f"cost      {rates.cost_per_1k_tokens:.4f} per 1000 tokens")
     return lines
+
+
+def _pressure(overload: OverloadStatus) -> str:
+    """What leads to the level of a model, as shares of what is bearable."""
+    inputs = (
+        f"backlog {overload.backlog:.0%}, wait {overload.wait:.0%}, "
+        f"blocks {overload.blocks:.0%}, missed deadlines {overload.misses:.0%}"
+    )
+    if overload.stalled_s >= 1:
+        inputs += f", no report for {output.duration(overload.stalled_s)}"
+    line = f"pressure  {overload.model}: {inputs}"
+    if overload.predicted_ttft_s is not None:
+        line += f"; first token expected after {output.duration(overload.predicted_ttft_s)}"
+    if overload.half_open:
+        line += "; half open"
+    return output.paint(line, LEVEL_COLOURS[overload.level]) if overload.level else line
 
 
 def _workers(status: Status) -> str:

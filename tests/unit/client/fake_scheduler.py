@@ -76,6 +76,11 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
             ),
             operations_pb2.WorkerStatus(worker_id="w1", model="fake", state="lost"),
         ],
+        overload=[
+            operations_pb2.OverloadStatus(
+                model="fake", level=1, backlog=0.62, wait=0.4, misses=0.03, predicted_ttft_ms=900
+            )
+        ],
         rates=operations_pb2.Rates(
             requests_per_s=2.5, output_tokens_per_s=80, ttft_p50_ms=120, ttft_p99_ms=1500
         ),

@@ -102,6 +102,10 @@ def test_status_shows_workers_queues_and_outcomes(threaded: ThreadedScheduler, c
     assert w0[:5] == ["w0", "fake", "torch", "ready", "3/32"]
     assert "25%" in w0
     assert "lost" in w1
+    assert (
+        "pressure  fake: backlog 62%, wait 40%, blocks 0%, missed deadlines 3%; "
+        "first token expected after 900 ms\n"
+    ) in shown
     assert ["fake", "interactive", "4", "400", "250", "ms"] in [line.split() for line in shown.splitlines()]
 
 
