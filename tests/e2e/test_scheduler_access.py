@@ -16,7 +16,7 @@ import pytest
 import structlog
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from octavo.keys import hash_of, new_key
+from octavo.keys import QUOTAS, hash_of, new_key
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc, operations_pb2_grpc
 from octavo.v1 import operations_pb2 as ops
@@ -25,6 +25,8 @@ from tests.e2e.scheduler_stack import WAIT_S, Stack, Worker, error_of, scheduler
 from tests.e2e.test_scheduler_process import scheduler_process
 
 ROLES = {"user": ["user"], "boss": ["operator"], "gateway": ["forward"], "other": ["user"]}
+# One for each quota, where those are tested.
+ROLES |= {quota: ["user"] for quota in QUOTAS}
 KEYS = {name: new_key() for name in ROLES}
 
 

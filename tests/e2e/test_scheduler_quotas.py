@@ -16,10 +16,10 @@ from tests.e2e.test_scheduler_access import KEYS, key_file
 
 @asynccontextmanager
 async def service(path: Path, tenants: str, **flags: object) -> AsyncIterator[tuple[Stack, Worker]]:
-    """A scheduler and a worker; the keys of `user` and `other` are of the tenants of these names."""
+    """A scheduler and a worker; each key is of the tenant of its name."""
     worker = await start_worker()
     try:
-        key_file(path, "user", "other", "boss", "gateway", tenants=tenants)
+        key_file(path, *KEYS, tenants=tenants)
         async with scheduler(worker.address, key_file=path, **flags) as stack:
             await stack.wait_ready()
             yield stack, worker
@@ -31,55 +31,56 @@ def client(stack: Stack, name: str) -> octavo.AsyncClient:
     return octavo.AsyncClient(f"127.0.0.1:{stack.port}", api_key=KEYS[name])
 
 
-@pytest.mark.parametrize(
-    ("quota", "limit"),
-    [
-        ("requests_in_flight", 4),
-        ("requests_per_minute", 4),
-        ("tokens_per_minute", 4 * 36),
-        ("waiting_requests", 4),
-        ("waiting_tokens", 4 * 16),
-    ],
-)
-async def test_tenant_over_a_quota_is_refused_and_the_others_are_not(
-    tmp_path: Path, quota: str, limit: int
-) -> None:
-    async with service(tmp_path / "keys.toml", f"[tenants.user]\n{quota} = {limit}\n") as (stack, worker):
+PROMPT = "sixteen letters!"
+# Quota, its limit, and how many requests use it up. Those per minute come back one in a minute.
+LIMITS = [
+    ("requests_in_flight", 4, 4),
+    ("requests_per_minute", 1, 1),
+    ("tokens_per_minute", 36, 1),
+    ("waiting_requests", 4, 4),
+    ("waiting_tokens", 64, 4),
+]
+
+
+async def test_tenant_over_a_quota_is_refused_and_the_others_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    limited = "".join(f"[tenants.{quota}]\n{quota} = {limit}\n" for quota, limit, _ in LIMITS)
+    async with service(path, limited) as (stack, worker):
         worker.gate.close()
-        async with client(stack, "gateway") as both, client(stack, "boss") as boss:
-            prompt = "sixteen letters!"
-            running = [
-                asyncio.create_task(both.generate(prompt, max_tokens=20, api_key=KEYS["user"]))
-                for _ in range(4)
-            ]
-            await until(lambda: stack.process.driver.snapshot().live_requests == 4)
-            for _ in range(3):
-                with pytest.raises(octavo.OverloadedError) as caught:
-                    await both.generate(prompt, max_tokens=20, api_key=KEYS["user"])
-                assert caught.value.reason == "QUOTA_EXCEEDED"
-                assert caught.value.metadata == {"tenant": "user", "quota": quota, "limit": str(limit)}
-                assert caught.value.retry_after_s is not None
-                assert caught.value.retry_after_s > 0
-            others = [
-                asyncio.create_task(both.generate(prompt, max_tokens=20, api_key=KEYS["other"]))
-                for _ in range(8)
-            ]
-            await until(lambda: stack.process.driver.snapshot().live_requests == 12)
+        async with client(stack, "gateway") as all_of_them, client(stack, "boss") as boss:
+
+            def start(tenant: str) -> asyncio.Task[octavo.GenerateResult]:
+                return asyncio.create_task(all_of_them.generate(PROMPT, max_tokens=20, api_key=KEYS[tenant]))
+
+            running = [start(quota) for quota, _, fit in LIMITS for _ in range(fit)]
+            await until(lambda: stack.process.driver.snapshot().live_requests == 14)
+            for quota, limit, _ in LIMITS:
+                for _ in range(3):
+                    with pytest.raises(octavo.OverloadedError) as caught:
+                        await start(quota)
+                    assert caught.value.reason == "QUOTA_EXCEEDED"
+                    assert caught.value.metadata == {"tenant": quota, "quota": quota, "limit": str(limit)}
+                    assert caught.value.retry_after_s is not None
+                    assert caught.value.retry_after_s > 0
+            running += [start("other") for _ in range(8)]
+            await until(lambda: stack.process.driver.snapshot().live_requests == 22)
             tenants = {one.tenant: one for one in (await boss.status()).tenants}
-            assert (tenants["user"].arrivals, tenants["user"].over_quota) == (7, 3)
-            assert tenants["user"].requests_in_flight == tenants["user"].waiting_requests == 4
-            assert tenants["user"].waiting_tokens == 4 * 16
-            assert getattr(tenants["user"].quotas, quota) == limit
+            for quota, limit, fit in LIMITS:
+                tenant = tenants[quota]
+                assert (tenant.arrivals, tenant.over_quota) == (fit + 3, 3)
+                assert tenant.requests_in_flight == tenant.waiting_requests == fit
+                assert tenant.waiting_tokens == fit * 16
+                assert getattr(tenant.quotas, quota) == limit
             assert tenants["other"].over_quota == 0
             worker.gate.open()
-            for result in await asyncio.gather(*running, *others):
-                assert result.text == prompt
+            for result in await asyncio.gather(*running):
+                assert result.text == PROMPT
             status = await boss.status()
             assert {one.tenant: one.output_tokens for one in status.tenants} == {
-                "user": 4 * 17,
+                **{quota: fit * 17 for quota, _, fit in LIMITS},
                 "other": 8 * 17,
             }
-            assert status.outcomes == {"STOP": 12, "QUOTA_EXCEEDED": 3}
+            assert status.outcomes == {"STOP": 22, "QUOTA_EXCEEDED": 15}
 
 
 async def test_refusal_for_a_quota_reaches_no_tokenizer(tmp_path: Path) -> None:
