@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal, Self
 
 from octavo.protocol.steps import Priority
+from octavo.service.address import split_address
 from octavo.service.settings import ServiceSettings
 from pydantic import Field, SecretStr, StringConstraints, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
@@ -159,16 +160,6 @@ class SchedulerSettings(ServiceSettings):
         "info", description="least level that is logged"
     )
 
-    @property
-    def host(self) -> str:
-        """Host of `listen`, without the brackets of an IPv6 address."""
-        return self.listen.rpartition(":")[0].strip("[]")
-
-    @property
-    def port(self) -> int:
-        """Port of `listen`."""
-        return int(self.listen.rpartition(":")[2])
-
     def core_config(self) -> CoreConfig:
         """Return the settings of the core."""
         static = None
@@ -213,11 +204,10 @@ class SchedulerSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _addresses(self) -> Self:
-        check_address("listen", self.listen)
         if not self.workers:
             raise ValueError("workers must name at least one worker")
         for worker in self.workers:
-            check_address("workers", worker.removeprefix("dns:"))
+            split_address(worker.removeprefix("dns:"), "workers")
         return self
 
     @field_validator("workers", "static_buckets", "trim_prompt_tokens", "trim_max_tokens", mode="before")
@@ -252,10 +242,3 @@ class SchedulerSettings(ServiceSettings):
     @classmethod
     def _none(cls, value: object) -> object:
         return None if value == "none" else value
-
-
-def check_address(name: str, address: str) -> None:
-    """Raise ValueError unless an address is host:port."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{name} must be host:port, got {address!r}")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from octavo.service.settings import ServiceSettings
 from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
-
-_ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(?P<port>\d{1,5})")
 
 _RUNNER_OF: Final = {
     **dict.fromkeys(("device", "padded"), "torch"),
@@ -137,24 +134,11 @@ class WorkerSettings(ServiceSettings):
         """`block_size`, or the default of the runner."""
         return self.block_size or (32 if self.runner == "vllm" else 16)
 
-    @property
-    def host(self) -> str:
-        """Host of `listen`, without the brackets of an IPv6 address."""
-        return self.listen.rpartition(":")[0].strip("[]")
-
-    @property
-    def port(self) -> int:
-        """Port of `listen`."""
-        return int(self.listen.rpartition(":")[2])
-
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         for one, other in (("num_blocks", "kv_cache_bytes"), ("num_host_blocks", "host_kv_bytes")):
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 raise ValueError(f"{one} and {other} say the same thing: set one of them")
-        match = _ADDRESS.fullmatch(self.listen)
-        if match is None or int(match["port"]) > 65535:
-            raise ValueError(f"listen must be host:port, got {self.listen!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) < max_num_seqs "

@@ -59,16 +59,6 @@ class GatewaySettings(ServiceSettings):
         "info", description="least level that is logged"
     )
 
-    @property
-    def host(self) -> str:
-        """Host of `listen`, without the brackets of an IPv6 address."""
-        return self.listen.rpartition(":")[0].strip("[]")
-
-    @property
-    def port(self) -> int:
-        """Port of `listen`."""
-        return int(self.listen.rpartition(":")[2])
-
     def own_key(self) -> str | None:
         """Return the key with which the gateway connects; None: the one in OCTAVO_API_KEY, or none.
 
@@ -79,9 +69,6 @@ class GatewaySettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _addresses(self) -> Self:
-        host, _, port = self.listen.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise ValueError(f"listen must be host:port, got {self.listen!r}")
         try:
             parse_endpoints(self.endpoint)
         except InvalidRequestError as error:

@@ -1,1 +1,1 @@
-"""What every service of Octavo has: settings from flags, environment and file, and structured logs."""
+"""What every service of Octavo has: settings from flags, environment and file, logs, and an address."""

@@ -15,15 +15,15 @@ class AddressTaken(Exception):
     reason = "ADDRESS_TAKEN"
 
 
-def split_address(address: str) -> tuple[str, int]:
+def split_address(address: str, name: str = "address") -> tuple[str, int]:
     """Return the host, without the brackets of an IPv6 address, and the port of `host:port`.
 
     Raises:
-        ValueError: it is not written so.
+        ValueError: it is not written so; the message begins with the name.
     """
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match["port"]) > 65535:
-        raise ValueError(f"must be host:port, got {address!r}")
+        raise ValueError(f"{name} must be host:port, got {address!r}")
     return match["host"].strip("[]"), int(match["port"])
 
 

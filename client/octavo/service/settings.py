@@ -6,12 +6,14 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 from pydantic_settings import SettingsError as SourceError
+
+from octavo.service.address import split_address
 
 
 class SettingsError(Exception):
@@ -27,6 +29,25 @@ class ServiceSettings(BaseSettings):
 
     table: ClassVar[str]
     """Name of the table in the TOML file."""
+
+    if TYPE_CHECKING:
+        # Each service has this field, with a default of its own.
+        listen: str
+
+    @property
+    def host(self) -> str:
+        """Host of `listen`, without the brackets of an IPv6 address."""
+        return split_address(self.listen)[0]
+
+    @property
+    def port(self) -> int:
+        """Port of `listen`."""
+        return split_address(self.listen)[1]
+
+    @model_validator(mode="after")
+    def _can_listen(self) -> Self:
+        split_address(self.listen, "listen")
+        return self
 
     @classmethod
     def settings_customise_sources(
