@@ -27,6 +27,7 @@ from tests.e2e.scheduler_stack import (
 )
 
 Pair = tuple[Stack, Worker]
+ENDS_OF_THE_HURRIED = {"DEADLINE_RUNNING", "DEADLINE_QUEUED", "TTFT_DEADLINE", "DEADLINE_INFEASIBLE"}
 
 
 @pytest.fixture
@@ -326,7 +327,7 @@ async def client_of_the_storm(stack: Stack, index: int, dice: random.Random) -> 
                 return
     except grpc.aio.AioRpcError as error:
         late = error_of(error).reason in {"DEADLINE_RUNNING", "DEADLINE_QUEUED"}
-        assert hurried and late, error  # noqa: PT017, PT018 - an error is one of two fine ends
+        assert hurried and late, error  # noqa: PT017, PT018 - one of their fine ends
     else:
         assert len(output.finished) == choices
 
