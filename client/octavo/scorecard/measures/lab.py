@@ -44,7 +44,8 @@ async def chunked_itl_ratio() -> Measured:
 
 # -- agreement with `vllm bench serve`
 
-NUM_REQUESTS: Final = 60
+NUM_REQUESTS: Final = 50
+NUM_WARM_UP: Final = 10
 RATE_PER_S: Final = 3.0
 PROMPT_TOKENS: Final = 96
 OUTPUT_TOKENS: Final = 32
@@ -92,15 +93,14 @@ async def generator_agreement() -> Measured:
     flags = ("--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "1024")
     with tempfile.TemporaryDirectory(prefix="octavo-agreement-") as scratch:
         async with vllm_serve(*flags, "--max-num-seqs", "32") as server:
-            for turn in range(ROUNDS + 1):
+            _, at_s = await _their_turn(server, requests[:NUM_WARM_UP], Path(scratch), 0)
+            await _our_turn(server, requests[:NUM_WARM_UP], at_s)
+            for turn in range(1, ROUNDS + 1):
                 their_figures, at_s = await _their_turn(server, requests, Path(scratch), turn)
-                our_figures = await _our_turn(server, requests, at_s)
-                # The first turn warms up both.
-                if turn:
-                    theirs.append(their_figures)
-                    ours.append(our_figures)
+                theirs.append(their_figures)
+                ours.append(await _our_turn(server, requests, at_s))
     differences = {
-        name: _mean(ours, name) / _mean(theirs, name) - 1 for name in theirs[0] if _mean(theirs, name) > 0
+        name: _mean(ours, name) / _mean(theirs, name) - 1 for name in ours[0] if _mean(theirs, name) > 0
     }
     worst = max(differences, key=lambda name: abs(differences[name]))
     return Measured(
@@ -164,11 +164,13 @@ async def _our_turn(
     summary = summarize(run)
     if summary.outcomes["ok"] != len(requests):
         raise RuntimeError(f"not all requests were answered: {summary.outcomes}")
-    return {name: _ours(summary, where) for name, where in _FIGURES.items()}
+    figures = {name: _ours(summary, where) for name, where in _FIGURES.items()}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
-def _ours(summary: Summary, where: str | tuple[str, str]) -> float:
-    """Return a figure of ours: a rate as it is, a time in milliseconds."""
+def _ours(summary: Summary, where: str | tuple[str, str]) -> float | None:
+    """Return a figure of ours: a rate as it is, a time in milliseconds; None where requests are too few."""
     if isinstance(where, str):
         return float(getattr(summary, where))
-    return 1000.0 * float(getattr(getattr(summary, where[0]), where[1]))
+    value: float | None = getattr(getattr(summary, where[0]), where[1])
+    return None if value is None else 1000.0 * value
