@@ -82,7 +82,7 @@ def _configure_target(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model", default="", help="where several are served")
     group.add_argument(
-        "--api-key-env", metavar="NAME", help="variable of the environment that holds the key of a server"
+        "--api-key-env", metavar="NAME", help="variable of the environment that holds the API key"
     )
     group.add_argument(
         "--connections", type=int, default=1, metavar="N", help="streams to a scheduler (default 1)"

@@ -37,7 +37,11 @@ def target(arguments: argparse.Namespace) -> OctavoTarget | OpenAiTarget:
             options["ignore_eos"] = False
         endpoint = arguments.endpoint or os.environ.get("OCTAVO_ENDPOINT") or _OCTAVO
         return OctavoTarget(
-            endpoint, model=arguments.model, options=options, connections=arguments.connections
+            endpoint,
+            model=arguments.model,
+            options=options,
+            connections=arguments.connections,
+            api_key=_api_key(arguments) or None,
         )
     return OpenAiTarget(
         OpenAiConfig(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from octavo.bench import BenchError, compare, serve
+from octavo.bench.datasets import corpus as corpora
 from octavo.bench.load import files
 from octavo.bench.load.arrivals import Bursty, Closed, Even, Gamma, Poisson, Replay
 from octavo.bench.load.records import Outcome, TrafficRecord
@@ -32,6 +33,12 @@ def scheduler() -> Iterator[ThreadedScheduler]:
     one = ThreadedScheduler()
     yield one
     one.close()
+
+
+@pytest.fixture(autouse=True)
+def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = corpora.corpus_text()[:40_000]
+    monkeypatch.setattr(corpora, "corpus_text", lambda: text)
 
 
 def arguments(*words: str) -> argparse.Namespace:

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import grpc
 import pytest
 from aiohttp import web
 from octavo.bench import BenchError
@@ -19,7 +20,7 @@ from octavo.bench.load.targets.openai import OpenAiConfig, OpenAiTarget
 from octavo.bench.load.targets.sse import StreamReader
 from octavo.errors import UnavailableError
 
-from tests.unit.client.fake_scheduler import FakeScheduler
+from tests.unit.client.fake_scheduler import FakeOperations, FakeScheduler
 
 
 class Counter:
@@ -89,6 +90,21 @@ async def test_octavo_tokens_and_conversations_are_sent_as_they_are(scheduler: F
     assert list(scheduler.requests[0].tokens.ids) == [4, 5, 6]
     assert scheduler.requests[1].chat.messages[0].content == "Hi"
     assert scheduler.sessions == 2
+
+
+async def test_octavo_a_key_that_may_only_generate_is_enough_and_stays_secret(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def denied(self: Any, request: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "for operators")
+
+    monkeypatch.setattr(FakeOperations, "GetStatus", denied)
+    options = {"api_key": "secret-1"}
+    async with OctavoTarget(scheduler.endpoint, api_key="secret-2", options=options) as target:
+        answer = await target.ask(request(), Counter())
+    assert answer.outcome is Outcome.OK
+    assert target.record.details["max_model_len"] == 2048
+    assert "secret" not in repr(target.record)
 
 
 async def test_octavo_cancel_reaches_the_service(scheduler: FakeScheduler) -> None:

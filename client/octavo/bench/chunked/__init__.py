@@ -18,20 +18,19 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("--model", default="demo", help="as for `octavo up` (default: demo)")
-    for flag, kind, default, what in (
-        ("--long-tokens", int, 2048, "tokens of each long prompt"),
-        ("--requests", int, 510, "short requests of each arm, in all its turns; a P99 wants 500"),
-        ("--repeats", int, 3, "turns of each arm"),
-        ("--concurrency", int, 8, "short requests that run at any time"),
-        ("--prompt-tokens", int, 32, "of a short request"),
-        ("--output-tokens", int, 12, "of a short request"),
-        ("--spacing", float, 3.0, "time between long prompts, in multiples of what one takes alone"),
-        ("--max-num-batched-tokens", int, 512, "tokens in a step: the size of the chunks"),
-        ("--seed", int, 1, "of the prompts"),
+    for flag, default, what in (
+        ("--long-tokens", 2048, "tokens of each long prompt"),
+        ("--requests", 510, "short requests of each arm, in all its turns; a P99 wants 500"),
+        ("--repeats", 3, "turns of each arm"),
+        ("--concurrency", 16, "short requests that run at any time"),
+        ("--prompt-tokens", 8, "of a short request"),
+        ("--output-tokens", 4, "of a short request"),
+        ("--every", 170, "short requests that end from one long prompt to the next"),
+        ("--max-num-batched-tokens", 512, "tokens in a step: the size of the chunks"),
+        ("--seed", 1, "of the prompts"),
     ):
-        metavar = "N" if kind is int else "X"
         told = f"{what} (default {default})"
-        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=told)
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=told)
     parser.add_argument(
         "--worker-arg", action="append", default=[], metavar="ARG", help="further argument of both workers"
     )
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> str:
         concurrency=arguments.concurrency,
         prompt_tokens=arguments.prompt_tokens,
         output_tokens=arguments.output_tokens,
-        spacing=arguments.spacing,
+        every=arguments.every,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         worker_args=tuple(arguments.worker_arg),
         scheduler_args=tuple(arguments.scheduler_arg),
@@ -80,7 +79,6 @@ def as_json(found: Comparison) -> dict[str, Any]:
     ratio = found.ratio
     return {
         "config": asdict(found.config),
-        "long_prompt_alone_s": found.long_alone_s,
         "arms": {
             name: {
                 "short_requests": len(arm.gaps_s),
@@ -109,9 +107,8 @@ def as_text(found: Comparison) -> str:
     header = ["prefill", "short", "long", "failed", "ITL P50", "P90", "P99", "max", "long TTFT P50"]
     traffic = (
         f"{config.concurrency} short requests ({config.prompt_tokens} in, {config.output_tokens} out) run at "
-        f"any time. A prompt of {config.long_tokens} tokens comes each "
-        f"{output.duration(found.long_alone_s * config.spacing)}; alone it takes "
-        f"{output.duration(found.long_alone_s)}. Steps of {config.max_num_batched_tokens} tokens, "
+        f"any time. A prompt of {config.long_tokens} tokens comes each time that {config.every} of them have "
+        f"ended. Steps of {config.max_num_batched_tokens} tokens, "
         f"{config.repeats} turns each.\nInter-token latency (ITL) of the short requests, in ms:"
     )
     parts = [traffic, output.table(header, rows, right=range(1, len(header)))]

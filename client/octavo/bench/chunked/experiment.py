@@ -1,26 +1,27 @@
 """Two stacks that differ in one flag, and what running requests see of long prompts on each.
 
-In each turn a number of short requests is kept running, and long prompts come at even distances, the
-same for both arms. Told is the time between tokens of the short requests.
+In each turn a number of short requests is kept running, and a long prompt comes whenever so many of them
+have ended: both arms do the same work in the same order, however fast the machine is. Told is the time
+between tokens of the short requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-import statistics as stats
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 from octavo.bench import BenchError
 from octavo.bench.datasets.corpus import Corpus, open_corpus
 from octavo.bench.datasets.tokenizers import ServiceTokenizer
-from octavo.bench.load.arrivals import Closed, Even
+from octavo.bench.load.arrivals import Closed
 from octavo.bench.load.generator import Traffic, generate
-from octavo.bench.load.records import Outcome, RunRecord
+from octavo.bench.load.records import Outcome, RunRecord, TargetRecord
 from octavo.bench.load.statistics import Distribution, Interval, distribution, quantile_ratio_interval
-from octavo.bench.load.target import Request, Target
+from octavo.bench.load.target import Answer, Request, Sink, Target
 from octavo.bench.load.targets.octavo import OctavoTarget
 from octavo.stack import Stack, StackConfig
 
@@ -28,9 +29,7 @@ ARMS: Final = {"chunked": "--chunked-prefill", "whole": "--no-chunked-prefill"}
 """Names of the arms, and the flag of the scheduler that makes them."""
 _READY_S: Final = 600.0
 _QUANTILE: Final = 0.99
-_CALIBRATIONS: Final = 3
 _LONG_OUTPUT_TOKENS: Final = 2
-_MOST_LONG: Final = 2000
 Tell = Callable[[str, float], None]
 """Takes what is being done, and how far the whole is."""
 
@@ -46,13 +45,13 @@ class ChunkedConfig:
     """Short requests per arm, all repeats together."""
     repeats: int = 3
     """Turns of each arm."""
-    concurrency: int = 8
+    concurrency: int = 16
     """Short requests that run at any time."""
-    prompt_tokens: int = 32
-    output_tokens: int = 12
+    prompt_tokens: int = 8
+    output_tokens: int = 4
     """Of the short requests."""
-    spacing: float = 3.0
-    """Time from one long prompt to the next, in multiples of what one takes alone."""
+    every: int = 170
+    """Short requests that end from one long prompt to the next."""
     max_num_batched_tokens: int = 512
     """Tokens in a step: the size of the chunks."""
     worker_args: Sequence[str] = ()
@@ -60,11 +59,25 @@ class ChunkedConfig:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        counts = (self.long_tokens, self.requests, self.repeats, self.concurrency, self.output_tokens - 1)
-        if min(counts) < 1 or self.spacing <= 1:
-            raise BenchError("counts are positive, outputs have two tokens or more, the spacing is above 1")
+        if min(self.requests, self.repeats, self.concurrency, self.every, self.output_tokens - 1) < 1:
+            raise BenchError("counts are positive, and outputs have two tokens or more")
         if self.long_tokens <= self.max_num_batched_tokens:
             raise BenchError("long prompts must not fit into one step, or there is nothing to chunk")
+        if self.requests_per_turn < self.every:
+            raise BenchError("a turn has fewer requests than come from one long prompt to the next")
+
+    @property
+    def requests_per_turn(self) -> int:
+        """Short requests of one turn."""
+        return -(-self.requests // self.repeats)
+
+
+@dataclass(slots=True)
+class LongPrompt:
+    """One long prompt."""
+
+    ttft_s: float | None = None
+    outcome: Outcome = Outcome.ABANDONED
 
 
 @dataclass(slots=True)
@@ -77,14 +90,13 @@ class Arm:
     long_ttft_s: list[float] = field(default_factory=list)
     failed: int = 0
 
-    def add(self, short: RunRecord, long: RunRecord) -> None:
+    def add(self, short: RunRecord, long: Sequence[LongPrompt]) -> None:
         """Take in one turn."""
         done = [one for one in short.requests if one.outcome is Outcome.OK]
         self.gaps_s.extend(one.gaps_s for one in done if one.gaps_s)
-        self.long_ttft_s.extend(one.ttft_s for one in long.requests if one.ttft_s is not None)
-        # Long prompts that were under way when the last short request ended are cut off by us.
-        ends = [*short.requests, *(one for one in long.requests if one.outcome is not Outcome.ABANDONED)]
-        self.failed += sum(one.outcome is not Outcome.OK for one in ends)
+        self.long_ttft_s.extend(one.ttft_s for one in long if one.ttft_s is not None)
+        self.failed += len(short.requests) - len(done)
+        self.failed += sum(one.outcome is not Outcome.OK for one in long)
 
     @property
     def itl_s(self) -> Distribution:
@@ -98,8 +110,6 @@ class Comparison:
     """Both arms."""
 
     config: ChunkedConfig
-    long_alone_s: float
-    """Time to the first token of a long prompt that has the machine to itself."""
     arms: dict[str, Arm]
 
     @property
@@ -143,10 +153,9 @@ async def compare(
     targets: Mapping[str, Target], corpus: Corpus, config: ChunkedConfig, tell: Tell
 ) -> Comparison:
     """Let targets that were entered take turns."""
-    tell("measuring a long prompt alone", 0.05)
-    alone_s = 0.0
+    tell("warming up", 0.05)
     for target in targets.values():
-        alone_s = await _long_alone_s(target, corpus, config)
+        await _warm_up(target, corpus, config)
     arms = {name: Arm(name) for name in targets}
     for turn in range(config.repeats):
         # Each turn has the other order, so that a drift within a turn hits both.
@@ -154,39 +163,76 @@ async def compare(
         for place, name in enumerate(order):
             done = (turn * len(order) + place) / (config.repeats * len(order))
             tell(f"turn {turn + 1} of {config.repeats}: {name}", 0.1 + 0.9 * done)
-            arms[name].add(*await _turn(targets[name], corpus, config, alone_s * config.spacing))
-    return Comparison(config, alone_s, arms)
+            arms[name].add(*await _turn(targets[name], corpus, config))
+    return Comparison(config, arms)
 
 
-async def _long_alone_s(target: Target, corpus: Corpus, config: ChunkedConfig) -> float:
-    """Return the median; the first, which warms up, does not count."""
-    requests = [_long(corpus, config) for _ in range(1 + _CALIBRATIONS)]
-    run = await generate(target, Traffic(requests=requests, arrivals=Closed(1)))
-    times = [one.ttft_s for one in run.requests[1:] if one.ttft_s is not None]
-    if not times:
-        raise BenchError(f"a long prompt alone fails: {run.requests[0].reason}")
-    return stats.median(times)
+async def _warm_up(target: Target, corpus: Corpus, config: ChunkedConfig) -> None:
+    """Ask for one long prompt, alone: it makes everything as large as it will become."""
+    run = await generate(target, Traffic(requests=[_long(corpus, config)], arrivals=Closed(1)))
+    if run.requests[0].outcome is not Outcome.OK:
+        raise BenchError(f"a long prompt fails: {run.requests[0].reason}")
 
 
 async def _turn(
-    target: Target, corpus: Corpus, config: ChunkedConfig, every_s: float
-) -> tuple[RunRecord, RunRecord]:
-    short = [_short(corpus, config) for _ in range(-(-config.requests // config.repeats))]
-    long = [_long(corpus, config) for _ in range(_MOST_LONG)]
-    over = asyncio.Event()
+    target: Target, corpus: Corpus, config: ChunkedConfig
+) -> tuple[RunRecord, Sequence[LongPrompt]]:
+    short = [_short(corpus, config) for _ in range(config.requests_per_turn)]
+    async with WithLongPrompts(target, lambda: _long(corpus, config), config.every) as mixed:
+        run = await generate(mixed, Traffic(requests=short, arrivals=Closed(config.concurrency)))
+    return run, mixed.long
 
-    async def running() -> RunRecord:
-        try:
-            return await generate(target, Traffic(requests=short, arrivals=Closed(config.concurrency)))
-        finally:
-            over.set()
 
-    arriving = Traffic(requests=long, arrivals=Even(1 / every_s))
-    runs = await asyncio.gather(running(), generate(target, arriving, stop=over))
-    # A prompt that was cut off is computed until its step ends: that must not fall into the other arm's turn.
-    last = _short(corpus, config)
-    await generate(target, Traffic(requests=[last], arrivals=Closed(1)))
-    return runs[0], runs[1]
+class WithLongPrompts:
+    """A target that is asked a long prompt besides, each time that so many requests have ended.
+
+    The first comes after half of that. Leaving waits for those under way: they must not fall into the
+    other arm's turn.
+    """
+
+    def __init__(self, target: Target, make: Callable[[], Request], every: int) -> None:
+        self.long: list[LongPrompt] = []
+        self._target = target
+        self._make = make
+        self._every = every
+        self._ended = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def record(self) -> TargetRecord:
+        """That of the target."""
+        return self._target.record
+
+    async def ask(self, request: Request, sink: Sink) -> Answer:
+        """Pass it on; see `Target`."""
+        answer = await self._target.ask(request, sink)
+        self._ended += 1
+        if self._ended % self._every == self._every // 2:
+            self._tasks.append(asyncio.create_task(self._ask_long(LongPrompt())))
+        return answer
+
+    async def _ask_long(self, prompt: LongPrompt) -> None:
+        self.long.append(prompt)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        class First:
+            def chunk(self) -> None:
+                if prompt.ttft_s is None:
+                    prompt.ttft_s = loop.time() - began
+
+        prompt.outcome = (await self._target.ask(self._make(), First())).outcome
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            for task in self._tasks:
+                task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=error is not None)
 
 
 def _short(corpus: Corpus, config: ChunkedConfig) -> Request:

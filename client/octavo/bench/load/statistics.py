@@ -144,9 +144,14 @@ def quantile_ratio_interval(
 def _resampled_quantiles(
     clusters: Sequence[Sequence[float]], at: float, rng: np.random.Generator
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    arrays = [np.asarray(cluster, dtype=np.float64) for cluster in clusters]
+    """Return the quantile of each bootstrap sample, without copying it: by how often each cluster is drawn."""
+    values = np.concatenate([np.asarray(cluster, dtype=np.float64) for cluster in clusters])
+    owners = np.repeat(np.arange(len(clusters)), [len(cluster) for cluster in clusters])
+    order = np.argsort(values)
+    values, owners = values[order], owners[order]
     quantiles = np.empty(NUM_RESAMPLES)
     for index in range(NUM_RESAMPLES):
-        drawn = rng.integers(len(arrays), size=len(arrays))
-        quantiles[index] = np.quantile(np.concatenate([arrays[one] for one in drawn]), at)
+        drawn = rng.integers(len(clusters), size=len(clusters))
+        below = np.cumsum(np.bincount(drawn, minlength=len(clusters))[owners])
+        quantiles[index] = values[np.searchsorted(below, at * below[-1])]
     return quantiles

@@ -13,7 +13,7 @@ from octavo.bench import BenchError
 from octavo.bench.load.records import Outcome, TargetRecord
 from octavo.bench.load.target import Answer, Request, Sink
 from octavo.bench.load.targets import outcomes
-from octavo.errors import OctavoError
+from octavo.errors import AccessDeniedError, OctavoError
 from octavo.types import GenerateResult, Messages, Prompt
 
 
@@ -26,6 +26,7 @@ class OctavoTarget:
         options: of every request, by the names of `octavo.types.GenerateOptions`; a request's own come first.
         connections: streams among which requests take turns.
         connect_timeout_s: how long to try to connect.
+        api_key: as for `octavo.AsyncClient`.
     """
 
     def __init__(
@@ -36,11 +37,15 @@ class OctavoTarget:
         options: Mapping[str, Any] | None = None,
         connections: int = 1,
         connect_timeout_s: float = 10.0,
+        api_key: str | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._model = model
         self._options = {"temperature": 0.0, "ignore_eos": True, **(options or {})}
-        self._clients = [AsyncClient(endpoint, connect_timeout=connect_timeout_s) for _ in range(connections)]
+        self._clients = [
+            AsyncClient(endpoint, connect_timeout=connect_timeout_s, api_key=api_key)
+            for _ in range(connections)
+        ]
         self._turns = itertools.cycle(self._clients)
         self._details: dict[str, Any] = {}
 
@@ -76,16 +81,21 @@ class OctavoTarget:
         if self._model not in models:
             there = ", ".join(models) or "none"
             raise BenchError(f"name the model to drive: there are {there}, got {self._model!r}")
-        status = await client.status()
-        workers = status.workers
         self._details = {
-            "version": status.version,
             "max_model_len": models[self._model].max_model_len,
+            "options": {name: value for name, value in self._options.items() if name != "api_key"},
+        }
+        try:
+            status = await client.status()
+        except AccessDeniedError:
+            return  # The status is for operators; who may only generate can be measured all the same.
+        workers = status.workers
+        self._details |= {
+            "version": status.version,
             "workers": len(workers),
             "runner": ", ".join(sorted({worker.runner for worker in workers if worker.runner})),
             "max_num_seqs": max((worker.max_num_seqs for worker in workers), default=0),
             "max_num_batched_tokens": max((worker.max_num_batched_tokens for worker in workers), default=0),
-            "options": dict(self._options),
         }
 
     async def _close(self) -> None:

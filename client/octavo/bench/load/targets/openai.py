@@ -101,7 +101,7 @@ class OpenAiTarget:
             "max_model_len": listed.get("max_model_len"),
             "owned_by": listed.get("owned_by"),
             "ignore_eos": self._config.ignore_eos,
-            "options": dict(self._config.options),
+            "options": {name: value for name, value in self._config.options.items() if name != "api_key"},
         }
         return self
 
