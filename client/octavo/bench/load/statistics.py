@@ -144,7 +144,7 @@ def quantile_ratio_interval(
 def _resampled_quantiles(
     clusters: Sequence[Sequence[float]], at: float, rng: np.random.Generator
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return the quantile of each bootstrap sample, without copying it: by how often each cluster is drawn."""
+    """Return the quantile of each bootstrap sample, found by how often each cluster is drawn."""
     values = np.concatenate([np.asarray(cluster, dtype=np.float64) for cluster in clusters])
     owners = np.repeat(np.arange(len(clusters)), [len(cluster) for cluster in clusters])
     order = np.argsort(values)
