@@ -63,8 +63,8 @@ class ChunkedConfig:
             raise BenchError("counts are positive, and outputs have two tokens or more")
         if self.long_tokens <= self.max_num_batched_tokens:
             raise BenchError("long prompts must not fit into one step, or there is nothing to chunk")
-        if self.requests_per_turn < self.every:
-            raise BenchError("a turn has fewer requests than come from one long prompt to the next")
+        if self.requests_per_turn < self.every // 2:
+            raise BenchError("a turn would end before its first long prompt comes")
 
     @property
     def requests_per_turn(self) -> int:
