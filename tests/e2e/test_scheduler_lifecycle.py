@@ -326,7 +326,7 @@ async def client_of_the_storm(stack: Stack, index: int, dice: random.Random) -> 
                 call.cancel()
                 return
     except grpc.aio.AioRpcError as error:
-        late = error_of(error).reason in {"DEADLINE_RUNNING", "DEADLINE_QUEUED"}
+        late = error_of(error).reason in ENDS_OF_THE_HURRIED
         assert hurried and late, error  # noqa: PT017, PT018 - one of their fine ends
     else:
         assert len(output.finished) == choices
