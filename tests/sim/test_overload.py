@@ -150,3 +150,25 @@ def test_faults_of_every_kind_break_no_promise_of_a_core_that_degrades(policy: s
     )
     result = Chaos(SchedulerCore(config), seed=11).run(2500)
     assert result.steps >= 2500
+
+
+def interactive_p99_s(backlog: int) -> float:
+    """Return the P99 TTFT of interactive requests in front of a backlog of the batch class."""
+    recorder = Recorder()
+    core = SchedulerCore(CoreConfig(max_waiting_requests=20_000, overload=OverloadConfig()))
+    worker = SimWorkerConfig(worker_id="w0", step_times=TIMES, max_num_seqs=16)
+    cell = Cell(core, [worker], observers=[recorder])
+    for number in range(backlog):
+        cell.submit(replace(request_of(Arrival(0, 64, 200), f"b{number}", number), priority=Priority.BATCH))
+    for number, at in enumerate(itertools.takewhile(lambda at: at < 60.0, poisson(4.0, random.Random(3)))):
+        spec = request_of(Arrival(0, 80, 12), f"i{number}", 10**6 + number)
+        cell.submit_at(1.0 + at, replace(spec, **interactive(random.Random(0), 1.0 + at)))
+    cell.loop.run(until=64.0)
+    waits = [one.ttft_s for one in recorder.results.values() if one.priority is Priority.INTERACTIVE]
+    assert all(wait is not None for wait in waits)
+    assert sum(len(lane) for lane in core._pools["sim"].queue.lanes.values()) > backlog / 3
+    return sorted(wait for wait in waits if wait is not None)[int(0.99 * len(waits))]
+
+
+def test_interactive_requests_do_not_feel_how_long_the_batch_backlog_is() -> None:
+    assert interactive_p99_s(10_000) <= 1.25 * interactive_p99_s(500)
