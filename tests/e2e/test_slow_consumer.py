@@ -18,7 +18,7 @@ from octavo.v1 import generation_pb2 as pb
 
 from tests.e2e.scheduler_stack import WAIT_S, error_of, until
 
-WORKER = ("--runner=sim", "--sim-speed=1000", "--max-num-seqs=256", "--num-blocks=32768")
+WORKER = ("--runner=sim", "--sim-speed=1000", "--max-num-seqs=256", "--num-blocks=12000")
 SCHEDULER = ("--max-backlog-bytes=65536",)
 # Without this the client's own gRPC takes in megabytes that nobody reads.
 NARROW = [("grpc.http2.bdp_probe", 0)]
