@@ -77,7 +77,8 @@ def running(model: Path, folder: Path, arguments: Sequence[str]) -> Stack:
         StackConfig(
             model=str(model),
             worker_args=(*LIMITS, *arguments),
-            scheduler_args=("--enable-faults",),
+            # On a slow machine some of the load would be refused otherwise.
+            scheduler_args=("--enable-faults", "--no-overload-control"),
             folder=folder,
         )
     )

@@ -33,6 +33,8 @@ WORKING_SET_BLOCKS: Final = (
     CONVERSATIONS * (SYSTEM_TOKENS + TURNS * (TURN_TOKENS + ANSWER_TOKENS)) // BLOCK_SIZE
 )
 MAX_LEN: Final = 512
+UNSHED: Final = ("--no-overload-control",)
+"""What is measured is the memory: on a slow machine the service would refuse some of the load."""
 SMALL_POOL: Final = WORKING_SET_BLOCKS // 2
 
 
@@ -155,10 +157,10 @@ def _tokens(ends: list[list[GenerateResult] | BaseException]) -> list[list[tuple
 def parity_under_pressure() -> Measured:
     """Hold the same conversations twice."""
     pressed = _worker_args(SMALL_POOL, "--num-host-blocks", str(WORKING_SET_BLOCKS), "--check-integrity")
-    with running(model="demo", worker_args=pressed) as stack:
+    with running(model="demo", worker_args=pressed, scheduler_args=UNSHED) as stack:
         under = asyncio.run(_conversations(stack))
     roomy = _worker_args(WORKING_SET_BLOCKS * 2)
-    with running(model="demo", worker_args=roomy, scheduler_args=("--no-prefix-caching",)) as stack:
+    with running(model="demo", worker_args=roomy, scheduler_args=(*UNSHED, "--no-prefix-caching")) as stack:
         free = asyncio.run(_conversations(stack))
     pairs = [
         (one, other)
@@ -190,7 +192,7 @@ def pressure_failures() -> Measured:
     arguments = _worker_args(SMALL_POOL, *limits)
     failures: list[str] = []
     preemptions = 0
-    with running(model="demo", worker_args=arguments, scheduler_args=("--enable-faults",)) as stack:
+    with running(model="demo", worker_args=arguments, scheduler_args=(*UNSHED, "--enable-faults")) as stack:
         for faults in ((), _FAULTS):
             _set_faults(stack, faults)
             for end in asyncio.run(_conversations(stack)):

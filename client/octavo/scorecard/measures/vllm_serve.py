@@ -143,11 +143,13 @@ async def _round(concurrency: int, ask: Callable[[list[int]], Awaitable[int]]) -
 def _stack() -> Stack:
     return Stack(
         StackConfig(
+            # As `vllm serve` does, take all that comes.
+            scheduler_args=("--no-overload-control",),
             worker_args=(
                 *("--runner", "vllm", "--max-num-seqs", str(MAX_NUM_SEQS)),
                 *("--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)),
                 *("--num-blocks", str(NUM_BLOCKS), "--max-model-len", str(MAX_MODEL_LEN)),
-            )
+            ),
         )
     )
 
