@@ -60,6 +60,9 @@ class SchedulerSettings(ServiceSettings):
     static_buckets: Annotated[tuple[int, ...], NoDecode] = Field(
         (), description="upper prompt lengths of the static arm's buckets, separated by commas"
     )
+    static_hold_finished: bool = Field(
+        True, description="rows of a static batch that have finished are computed until the batch ends"
+    )
     window: Count = Field(2, description="plans outstanding per worker, at most")
     max_num_seqs: Count | None = Field(
         None, description="sequences that run on a worker, at most; may only lower its own limit"
@@ -168,6 +171,7 @@ class SchedulerSettings(ServiceSettings):
                 batch_size=self.static_batch_size,
                 timeout_s=self.static_timeout_s,
                 bucket_bounds=self.static_buckets,
+                hold_finished=self.static_hold_finished,
             )
         overload = OverloadConfig(
             backlog=self.level_backlog,

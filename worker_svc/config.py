@@ -10,14 +10,15 @@ from octavo.service.settings import ServiceSettings
 from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-_RUNNER_OF: Final = {
-    **dict.fromkeys(("device", "padded"), "torch"),
+_RUNNERS_OF: Final = {
+    "device": ("torch",),
+    "padded": ("torch", "sim"),
     **dict.fromkeys(
-        ("kv_cache_dtype", "quantization", "enforce_eager", "tensor_parallel_size", "vllm_args"), "vllm"
+        ("kv_cache_dtype", "quantization", "enforce_eager", "tensor_parallel_size", "vllm_args"), ("vllm",)
     ),
-    **dict.fromkeys(("sim_profile", "sim_speed"), "sim"),
+    **dict.fromkeys(("sim_profile", "sim_speed"), ("sim",)),
 }
-"""Settings that only one runner knows: elsewhere they would be ignored, and nobody would notice."""
+"""Settings that not every runner knows: elsewhere they would be ignored, and nobody would notice."""
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[int, Field(ge=0)]
@@ -92,7 +93,7 @@ class WorkerSettings(ServiceSettings):
     )
 
     padded: bool = Field(
-        False, description="compute each batch padded to its longest row, as the static arm does (torch)"
+        False, description="compute each batch padded to its longest row, as the static arm does (torch, sim)"
     )
 
     # Where to be found
@@ -144,9 +145,10 @@ class WorkerSettings(ServiceSettings):
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) < max_num_seqs "
                 f"({self.max_num_seqs}): a step computes at least one token of every running sequence"
             )
-        for name, runner in _RUNNER_OF.items():
-            if self.runner != runner and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is for the {runner} runner, and the runner is {self.runner}")
+        for name, runners in _RUNNERS_OF.items():
+            if self.runner not in runners and getattr(self, name) != type(self).model_fields[name].default:
+                known = " or ".join(runners)
+                raise ValueError(f"{name} is for the {known} runner, and the runner is {self.runner}")
         return self
 
     @field_validator("metrics_port", mode="before")

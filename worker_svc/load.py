@@ -157,7 +157,7 @@ def _load_sim(settings: WorkerSettings, progress: Progress) -> ModelRunner:
         from worker_svc.models import resolve
 
         info = simulated(_text_info(resolve(settings.model, progress, settings.revision), "sim"))
-    return SimRunner(info, times, settings.sim_speed)
+    return SimRunner(info, times, settings.sim_speed, padded=settings.padded)
 
 
 def _text_info(model: ResolvedModel, runner: str) -> ModelInfo:

@@ -48,11 +48,14 @@ class SimRunner:
         times: StepTimes,
         speed: float = 1.0,
         sleep: Callable[[float], None] = time.sleep,
+        *,
+        padded: bool = False,
     ) -> None:
         self._info = info
         self._times = times
         self._speed = speed
         self._sleep = sleep
+        self._load_of = padded_load_of if padded else load_of
         self._block_bytes = 0
         ends = set(info.eos_token_ids)
         self._vocabulary = [token_id for token_id in range(info.vocab_size) if token_id not in ends]
@@ -81,7 +84,7 @@ class SimRunner:
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Sleep, then make up the tokens."""
-        self._sleep(self._times.predict(load_of(batch)) / self._speed)
+        self._sleep(self._times.predict(self._load_of(batch)) / self._speed)
         token_ids = {}
         for row in batch.rows:
             if row.sample:
@@ -133,6 +136,20 @@ def load_of(batch: StepBatch) -> StepLoad:
             prefill += row.num_tokens
             pairs += row.num_tokens * (row.start + row.num_tokens / 2)
     return StepLoad(decodes, prefill, context, pairs)
+
+
+def padded_load_of(batch: StepBatch) -> StepLoad:
+    """Return what a batch computes when prompts take as much room as the longest, as on the torch runner."""
+    load = load_of(batch)
+    longer = [row for row in batch.rows if row.num_tokens > 1]
+    if not longer or any(row.start > 0 for row in longer):
+        return load
+    widest = max(row.num_tokens for row in longer)
+    return replace(
+        load,
+        num_prefill_tokens=load.num_prefill_tokens + sum(widest - row.num_tokens for row in longer),
+        prefill_pairs=load.prefill_pairs + sum((widest**2 - row.num_tokens**2) / 2 for row in longer),
+    )
 
 
 def _noise(seed: int, choice: int, position: int, previous: int) -> int:

@@ -38,6 +38,10 @@ def test_core_gets_the_static_arm_only_when_asked() -> None:
     static = SchedulerSettings.load({"batching": "static", "static_buckets": "64,256"}).core_config().static
     assert static is not None
     assert static.bucket_bounds == (64, 256)
+    assert static.hold_finished
+    free = SchedulerSettings.load({"batching": "static", "static_hold_finished": False}).core_config().static
+    assert free is not None
+    assert not free.hold_finished
 
 
 @pytest.mark.parametrize(

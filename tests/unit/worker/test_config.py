@@ -54,7 +54,7 @@ def test_settings_vllm_args_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: "),
         ({"vllm_args": "{"}, "vllm_args: "),
         ({"quantization": "awq"}, "quantization is for the vllm runner, and the runner is torch"),
-        ({"runner": "vllm", "padded": True}, "padded is for the torch runner, and the runner is vllm"),
+        ({"runner": "vllm", "padded": True}, "padded is for the torch or sim runner, and the runner is vllm"),
         ({"config_file": "/no/such/file.toml"}, "/no/such/file.toml: No such file"),
     ],
 )

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from worker_svc.errors import SettingsError
 from worker_svc.runner.base import Row, StepBatch
-from worker_svc.runner.sim import SimRunner, built_in_model, load_of
+from worker_svc.runner.sim import SimRunner, built_in_model, load_of, padded_load_of
 from worker_svc.runner.steptime import StepLoad, StepTimes, read_profile
 from worker_svc.sequence import Sequence
 
@@ -53,6 +53,14 @@ def test_sim_step_takes_the_time_of_its_load_at_its_speed() -> None:
     sleeps: list[float] = []
     runner(sleeps, speed=4.0).execute(batch)
     assert sleeps == [pytest.approx(StepTimes().predict(load) / 4)]
+
+
+def test_sim_padded_step_computes_every_prompt_as_long_as_the_longest() -> None:
+    prompts = (Row(sequence(1, 10), 0, 10, sample=True), Row(sequence(2, 40), 0, 40, sample=True))
+    as_if = tuple(Row(sequence(handle, 40), 0, 40, sample=True) for handle in (1, 2))
+    assert padded_load_of(StepBatch(prompts)) == load_of(StepBatch(as_if))
+    resumed = StepBatch((Row(sequence(1, 10), 4, 6, sample=True), prompts[1]))
+    assert padded_load_of(resumed) == load_of(resumed)
 
 
 def test_sim_never_ends_a_sequence_by_itself() -> None:
