@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -28,6 +28,7 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is (0 to 1)."""
 
 _POLL_S: Final = 0.05
+_RESTART_GRACE_S: Final = 5.0
 _NO_METRICS: Final = ("--metrics-port", "none")
 _ERROR_LEVELS: Final = ("error", "critical")
 
@@ -204,6 +205,20 @@ class Stack:
         """Start every process; does not wait until they serve."""
         for child in reversed(self.children):
             child.start()
+
+    def restart_scheduler(self, scheduler_args: Sequence[str]) -> None:
+        """End the scheduler and start one with other arguments, on the same port; the workers stay.
+
+        Does not wait until it serves.
+        """
+        address = self.scheduler.address
+        self.scheduler.signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.scheduler.process.wait(_RESTART_GRACE_S)
+        self.scheduler.kill()
+        self.config = replace(self.config, scheduler_args=tuple(scheduler_args))
+        self.scheduler = self._scheduler(int(address.rpartition(":")[2]))
+        self.scheduler.start()
 
     def wait_ready(self, timeout_s: float = 600.0, on_progress: Progress | None = None) -> None:
         """Return when every worker serves through the scheduler.

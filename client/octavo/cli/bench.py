@@ -20,6 +20,10 @@ BENCHES: Final = {
         "octavo.bench.overload",
         "a service driven past its capacity and back: what it refuses, keeps, and how soon it recovers",
     ),
+    "ladder": (
+        "octavo.bench.ladder",
+        "static against continuous batching, contiguous against paged memory, under the same traffic",
+    ),
     "fragmentation": (
         "octavo.bench.fragmentation",
         "how much of the KV memory holds tokens, paged against contiguous",

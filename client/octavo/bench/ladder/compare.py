@@ -1,0 +1,151 @@
+"""The subject against the control, and what the difference is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any, Final
+
+from scipy import stats
+
+from octavo.bench.ladder.arms import ARMS, CONTROL, SUBJECT
+from octavo.bench.ladder.figures import Figures, Latency, Quantile
+from octavo.bench.load.statistics import CONFIDENCE, Interval
+
+ARTICLES: Final = {
+    "throughput_ratio": 2.13,
+    "p50_ratio": 0.32,
+    "p99_ratio": 0.24,
+    "kv_use_static": 0.46,
+    "kv_use_paged": 0.93,
+}
+"""The source articles' figures: Llama-2-13B on two A10 GPUs, ShareGPT; 856 against 1824 tokens per second,
+P50 1200 against 380 ms, P99 8900 against 2100 ms."""
+
+AllFigures = Mapping[tuple[str, str], Figures]
+"""By arm and rung."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Ratios of the subject to the control. None: not measured, or too few requests."""
+
+    subject: str
+    control: str
+    control_rung: str | None
+    saturated_rung: str | None
+    throughput_ratio: Interval | None
+    """Tokens per second at the highest rung, where both are saturated."""
+    p50_ratio: Interval | None
+    """End to end, at the control's capacity. The bounds are the farthest apart that either side has."""
+    p99_ratio: Interval | None
+    kv_use_paged: float | None
+    """Written slots over all slots, over the time in which requests waited, when saturated."""
+    kv_use_static: float | None
+    throughput_of_best_static: Interval | None
+    """The subject to the best static arm, which wastes nothing."""
+    best_static: str | None
+
+
+def compare(figures: AllFigures, rungs: Mapping[str, float], control_rung: str | None) -> Comparison:
+    """Return the subject against the control."""
+    top = max(rungs, key=lambda name: rungs[name], default=None)
+    of_control = figures.get((CONTROL, control_rung or ""))
+    of_subject = figures.get((SUBJECT, control_rung or ""))
+    saturated = figures.get((SUBJECT, top or "")), figures.get((CONTROL, top or ""))
+    best_static = max(
+        (one for (arm, rung), one in figures.items() if rung == top and ARMS[arm].static),
+        key=lambda one: one.tokens_per_s.value,
+        default=None,
+    )
+    return Comparison(
+        subject=SUBJECT,
+        control=CONTROL,
+        control_rung=control_rung,
+        saturated_rung=top,
+        throughput_ratio=_throughput_ratio(*saturated),
+        p50_ratio=_latency_ratio(of_subject, of_control, "p50"),
+        p99_ratio=_latency_ratio(of_subject, of_control, "p99"),
+        kv_use_paged=saturated[0].kv_written_waited if saturated[0] is not None else None,
+        kv_use_static=saturated[1].kv_written_waited if saturated[1] is not None else None,
+        throughput_of_best_static=_throughput_ratio(saturated[0], best_static),
+        best_static=best_static.arm if best_static is not None else None,
+    )
+
+
+def _throughput_ratio(over: Figures | None, under: Figures | None) -> Interval | None:
+    if over is None or under is None:
+        return None
+    return ratio_of_means(over.tokens_per_s_by_slice, under.tokens_per_s_by_slice)
+
+
+def ratio_of_means(over: Sequence[float], under: Sequence[float]) -> Interval | None:
+    """Return the ratio of two means, with its interval by Student's t on the logarithm (delta method).
+
+    None when a mean is not positive.
+    """
+    means = fmean(over) if over else 0.0, fmean(under) if under else 0.0
+    if min(means) <= 0:
+        return None
+    value = means[0] / means[1]
+    freedom = min(len(over), len(under)) - 1
+    if freedom < 1:
+        return Interval(value, None, None)
+    errors = [
+        stdev(part) / math.sqrt(len(part)) / mean for part, mean in zip((over, under), means, strict=True)
+    ]
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.hypot(*errors)
+    return Interval(value, value * math.exp(-half), value * math.exp(half))
+
+
+def _latency_ratio(over: Figures | None, under: Figures | None, name: str) -> Interval | None:
+    if over is None or under is None:
+        return None
+    one, other = _bounds(over.e2e, name), _bounds(under.e2e, name)
+    if one is None or other is None:
+        return None
+    low = one.low / other.high if one.low is not None and other.high is not None else None
+    high = one.high / other.low if one.high is not None and other.low else None
+    return Interval(one.value / other.value, low, high)
+
+
+def _bounds(latency: Latency, name: str) -> Interval | None:
+    quantile: Quantile = getattr(latency, name)
+    return quantile.interval
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one change does to the throughput of a saturated arm."""
+
+    what: str
+    before: str
+    after: str
+    ratio: Interval
+
+
+_STEPS: Final = (
+    ("no padding, and finished rows are free", "static", "static-nowaste"),
+    ("length buckets, with the waste", "static", "static-buckets"),
+    ("length buckets, without it", "static-nowaste", "static-buckets-nowaste"),
+    ("rows leave and join at every step, paged memory", "static-nowaste", "continuous"),
+    ("chunked prefill", "continuous", "continuous-chunked"),
+    ("prefix cache", "continuous-chunked", "continuous-chunked-prefix"),
+)
+
+
+def steps(figures: AllFigures, top: str | None) -> list[Step]:
+    """Return what each change is worth at the highest rung, where every arm is saturated."""
+    made = []
+    for what, before, after in _STEPS:
+        ratio = _throughput_ratio(figures.get((after, top or "")), figures.get((before, top or "")))
+        if ratio is not None:
+            made.append(Step(what, before, after, ratio))
+    return made
+
+
+def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
+    """Return a comparison as plain values, the articles' figures beside it."""
+    return {**asdict(comparison), "articles": ARTICLES}

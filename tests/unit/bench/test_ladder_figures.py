@@ -1,0 +1,113 @@
+"""What figures a ladder makes of its cells."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from octavo.bench.ladder.compare import compare, ratio_of_means
+from octavo.bench.ladder.config import FULL
+from octavo.bench.ladder.figures import Figures, figures_of, latency
+from octavo.bench.ladder.watch import Sample, settled
+from octavo.bench.load.records import Outcome
+
+from tests.unit.bench.ladder_samples import cell, drawn, request
+
+
+def e2e(*latencies: float, unanswered: int = 0):  # type: ignore[no-untyped-def]
+    requests = [request(number, 0.0, took) for number, took in enumerate(latencies)]
+    requests += [request(1000 + number, 0.0, 1.0, Outcome.TIMEOUT) for number in range(unanswered)]
+    return latency(requests, lambda one: one.e2e_s)
+
+
+def test_percentile_counts_the_unanswered_as_slower_than_all() -> None:
+    answered = [float(number) for number in range(1, 101)]
+    assert e2e(*answered).p50.interval.value == pytest.approx(50.5)
+    assert e2e(*answered, unanswered=60).p50.interval.value == pytest.approx(80.5)
+
+
+def test_percentile_among_the_unanswered_is_told_as_a_bound() -> None:
+    half = e2e(*[1.0] * 50, *[2.0] * 50, unanswered=120)
+    assert half.p50.interval is None
+    assert half.p50.over_s == 2.0
+
+
+def test_percentile_whose_interval_reaches_the_unanswered_has_no_upper_bound() -> None:
+    near = e2e(*[float(number) for number in range(100)], unanswered=95)
+    assert near.p50.interval is not None
+    assert near.p50.interval.high is None
+
+
+def test_p99_wants_500_requests() -> None:
+    assert e2e(*[1.0] * 499).p99.interval is None
+    assert e2e(*[1.0] * 500).p99.interval is not None
+
+
+def test_figures_pool_repeats_and_leave_the_warm_up_out() -> None:
+    results = [drawn(cell(repeat=repeat), 0.5) for repeat in range(2)]
+    figures = figures_of(results, FULL)
+    assert figures.requests == sum(len(one.run.measured) for one in results)
+    assert figures.requests < sum(len(one.run.requests) for one in results)
+    # Two tokens for each request that ends within the windows.
+    assert figures.tokens_per_s.value == pytest.approx(20.0, rel=0.05)
+    assert figures.tokens_per_s.low < 20.0 < figures.tokens_per_s.high
+    assert figures.kv_written.value == pytest.approx(0.5)
+    assert figures.cost_per_1k_tokens == pytest.approx(1000 / 3600 / figures.tokens_per_s.value)
+    assert sum(part.count for part in figures.queue_by_bucket.values()) == figures.requests
+
+
+def test_figures_of_a_cell_without_answers_promise_nothing() -> None:
+    figures = figures_of([drawn(cell(), 0.5, unanswered=10_000)], FULL)
+    assert figures.outcomes == {"abandoned": figures.requests}
+    assert figures.e2e.p50.interval is None
+    assert figures.goodput_per_s.value == 0.0
+    assert figures.cost_per_1k_tokens is None
+
+
+def test_ratio_of_means_has_the_interval_of_both_sides() -> None:
+    ratio = ratio_of_means([2.0, 2.2, 1.8, 2.0], [1.0, 1.1, 0.9, 1.0])
+    assert ratio is not None
+    assert ratio.value == pytest.approx(2.0)
+    assert ratio.low < 2.0 < ratio.high
+    assert ratio.low * ratio.high == pytest.approx(4.0)
+    assert ratio_of_means([1.0, 1.0], [0.0, 0.0]) is None
+
+
+def test_comparison_is_made_at_the_control_rung_and_at_the_highest() -> None:
+    figures: dict[tuple[str, str], Figures] = {}
+    for arm, mean_s, written in (("static", 2.0, 0.4), ("continuous-chunked", 0.5, 0.95)):
+        for rung, rate in (("middle", 10.0), ("overload", 30.0)):
+            of = replace(cell(arm, rung, rate=rate), window_s=60.0)
+            figures[arm, rung] = figures_of([drawn(of, mean_s, written=written)], FULL)
+    found = compare(figures, {"middle": 10.0, "overload": 30.0}, "middle")
+    assert found.p50_ratio is not None
+    assert found.p50_ratio.value == pytest.approx(0.25, rel=0.2)
+    assert found.p99_ratio is not None
+    assert found.p99_ratio.low < found.p99_ratio.value < found.p99_ratio.high
+    assert (found.kv_use_static, found.kv_use_paged) == (pytest.approx(0.4), pytest.approx(0.95))
+    assert found.saturated_rung == "overload"
+
+
+def test_comparison_without_the_control_says_nothing() -> None:
+    figures = {("continuous-chunked", "middle"): figures_of([drawn(cell("continuous-chunked"), 0.5)], FULL)}
+    found = compare(figures, {"middle": 10.0}, "middle")
+    assert (found.p50_ratio, found.throughput_ratio, found.kv_use_static) == (None, None, None)
+
+
+def sample(at: float, steps: int, running: int, written: float) -> Sample:
+    return Sample(at, steps, running, 0, written, written, 0.0, 0.0, 0.0, 0, None)
+
+
+def test_samples_count_what_a_step_writes_from_its_beginning() -> None:
+    # A batch is admitted, its long first step shows the empty pool until it has ended, and then it goes.
+    raw = [
+        sample(0.00, 5, 0, 0.0),
+        sample(0.25, 5, 8, 0.0),
+        sample(0.50, 5, 8, 0.0),
+        sample(0.75, 6, 8, 0.4),
+        sample(1.00, 9, 8, 0.5),
+        sample(1.25, 9, 0, 0.0),
+    ]
+    assert [one.written for one in settled(raw)] == [0.0, 0.4, 0.4, 0.5, 0.5, 0.0]
+    assert not math.isnan(settled(raw)[0].external)

@@ -1,0 +1,131 @@
+"""The report of a ladder, from cells that nobody ran."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from octavo.bench.ladder.arms import ARMS, CONTROL, SUBJECT, StaticSettings
+from octavo.bench.ladder.cells import CellStore
+from octavo.bench.ladder.config import FULL, RUNGS
+from octavo.bench.ladder.experiment import Measured
+from octavo.bench.ladder.plan import CellPlan, loads_of, plan_cells
+from octavo.bench.ladder.report import make_report, write
+from octavo.bench.ladder.search import Found, Probe, found_from_json, found_to_json
+
+from tests.unit.bench.ladder_samples import cell, drawn
+
+STATIC = [name for name, arm in ARMS.items() if arm.static]
+CAPACITIES = {name: (5.0 if name in STATIC else 15.0) for name in ARMS}
+
+
+def probe(batch_size: int, rate: float) -> Probe:
+    return Probe(
+        arm=CONTROL,
+        kind="saturated",
+        requests=24,
+        batch_size=batch_size,
+        requests_per_s=rate,
+        tokens_per_s=20 * rate,
+        mean_e2e_s=1.0,
+    )
+
+
+FOUND = Found({name: StaticSettings() for name in STATIC}, CAPACITIES, (probe(4, 4.0), probe(8, 5.5)))
+
+
+def measured(arms: tuple[str, ...] = tuple(ARMS), cells: int | None = None) -> Measured:
+    config = replace(FULL, arms=arms, repeats=2)
+    loads = loads_of(config, CAPACITIES, STATIC, CONTROL)
+    plan = plan_cells(config, loads, 1500.0)
+    results = []
+    for one in plan.cells[:cells]:
+        overloaded = one.rate_per_s > CAPACITIES[one.arm]
+        results.append(
+            drawn(
+                one,
+                0.8 if one.arm in STATIC else 0.2,
+                unanswered=int(one.window_s * one.rate_per_s / 2) if overloaded else 0,
+                written=0.3 if one.arm in STATIC else 0.95,
+            )
+        )
+    return Measured(
+        config=config,
+        environments=[{"hardware": {"cpu": "a & b", "cores": 2}, "software": {"os": "Linux"}}],
+        started_at="2026-01-01T00:00:00+00:00",
+        found=FOUND,
+        loads=loads,
+        plan=plan,
+        results=results,
+        dataset={"description": "made <up>"},
+    )
+
+
+def test_report_is_written_with_every_cell_and_plot(tmp_path: Path) -> None:
+    paths = write(make_report(measured()), tmp_path)
+    assert [path.name for path in paths] == ["report.json", "report.md", "report.html"]
+    record, text, page = (path.read_text() for path in paths)
+    told = json.loads(record)
+    assert {(one["arm"], one["rung"]) for one in told["figures"]} == {
+        (arm, rung) for arm in ARMS for rung in told["loads"]["rungs"]
+    }
+    assert told["partial"] is False
+    assert told["comparison"]["kv_use_paged"] == 0.95
+    assert told["comparison"]["p50_ratio"]["value"] < 0.6
+    assert "nan" not in text.lower()
+    for rung in told["loads"]["rungs"]:
+        assert RUNGS[rung] in text
+    # The page needs nothing from elsewhere, and what comes from outside is no markup.
+    assert page.count("<svg") == 5
+    assert not re.search(r'(src|href)="(?!#)', re.sub(r'xmlns(:\w+)?="[^"]*"', "", page))
+    assert "made &lt;up&gt;" in page
+    assert "made <up>" not in page
+
+
+@pytest.mark.parametrize("cells", [1, 3, 11])
+def test_report_of_what_was_measured_before_an_interrupt_says_that_it_is_partial(
+    tmp_path: Path, cells: int
+) -> None:
+    report = make_report(measured(cells=cells))
+    _, text, page = (path.read_text() for path in write(report, tmp_path))
+    assert f"{cells} of" in text
+    assert "Partial" in text
+    assert "Partial" in page
+
+
+def test_report_of_two_arms_is_whole(tmp_path: Path) -> None:
+    report = make_report(measured((CONTROL, SUBJECT)))
+    text = write(report, tmp_path)[1].read_text()
+    assert "Partial" not in text
+    assert "met" in text
+
+
+def test_report_prints_no_p99_from_too_few_requests() -> None:
+    rows = make_report(measured()).rows()
+    for row in rows:
+        if row.requests < 500:
+            assert row.e2e.p99.interval is None
+            assert row.ttft.p99.interval is None
+
+
+def test_cell_survives_its_file(tmp_path: Path) -> None:
+    store, one = CellStore(tmp_path), drawn(cell(), 0.5, unanswered=3, written=0.6)
+    assert not store.has(one.cell)
+    store.put(one)
+    assert store.has(one.cell)
+    again = store.get(one.cell)
+    assert again.samples == one.samples
+    assert [r.outcome for r in again.run.requests] == [r.outcome for r in one.run.requests]
+    assert [path.name for path in tmp_path.iterdir()] == ["middle.0.static.json"]
+
+
+def test_search_survives_its_file() -> None:
+    assert found_from_json(json.loads(json.dumps(found_to_json(FOUND)))) == FOUND
+
+
+def test_report_without_cells_can_be_made(tmp_path: Path) -> None:
+    nothing = replace(measured(), results=[], plan=CellPlan((), 1, 0.0, ()))
+    assert write(make_report(nothing), tmp_path)
