@@ -34,6 +34,7 @@ COMMANDS: Final = {
     "status": ("octavo.cli.status", "show what a scheduler is doing"),
     "health": ("octavo.cli.health", "say whether a service takes work"),
     "bench": ("octavo.cli.bench", "measure a service, or parts of it"),
+    "tune": ("octavo.cli.tune", "find the settings that serve most within a latency target"),
     "replay": ("octavo.cli.replay", "replay a plan log, and tell why a request waited"),
 }
 
