@@ -48,6 +48,13 @@ class Access:
             return ANONYMOUS
         return self._find(self.key_file, key, role).tenant
 
+    def most_live(self, key: str | None) -> int | None:
+        """Return how many requests the tenant of a key may have at once; None is without limit."""
+        if self.key_file is None or key is None:
+            return None
+        found = self.key_file.find(key)
+        return found.tenant.quotas.requests_in_flight if found is not None else None
+
     def check(self, method: str, metadata: Metadata | None) -> None:
         """Refuse a call that its key does not allow. `method` is `/package.Service/Method`.
 

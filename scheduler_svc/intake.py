@@ -53,6 +53,10 @@ class Intake:
         """Account for an arrival."""
         return self._accounts.open(stream.transport)
 
+    def most_live(self, stream: Stream) -> int | None:
+        """Return how many requests the call's own tenant may have at once; None is without limit."""
+        return self._access.most_live(stream.key)
+
     def refuse_at_once(self, message: pb.GenerateRequest, stream: Stream) -> ServiceError | None:
         """Return why there is no room for an arrival, which is then accounted for, or None.
 

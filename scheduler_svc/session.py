@@ -91,7 +91,10 @@ class Session:
         """Grant what a paced session may send beyond what it has live and unused."""
         if not self._stream.paced:
             return
-        more = self._limits.credits() - self._unused_credits - len(self._requests)
+        limit, quota = self._limits.credits(), self._intake.most_live(self._stream)
+        if quota is not None:
+            limit = min(limit, quota)
+        more = limit - self._unused_credits - len(self._requests)
         if more > 0:
             self._unused_credits += more
             self._outbox.grant(more)

@@ -91,20 +91,27 @@ class Bucket:
 class Pace:
     """How fast something goes, lately: an amount that fades within some ten seconds."""
 
-    __slots__ = ("_amount", "_at")
+    __slots__ = ("_amount", "_at", "_since")
 
     def __init__(self) -> None:
         self._amount = 0.0
         self._at = 0.0
+        self._since: float | None = None
 
     def add(self, amount: float, now: float) -> None:
         """Take note of what happened now."""
+        if self._since is None:
+            self._since = now
         self._amount = self._amount * math.exp((self._at - now) / _WINDOW_S) + amount
         self._at = now
 
     def time_for(self, amount: float, now: float) -> float:
         """Return how long this much takes at this pace, within bounds that make a retry delay."""
-        rate = self._amount * math.exp((self._at - now) / _WINDOW_S) / _WINDOW_S
+        if self._since is None:
+            return _UNKNOWN_RETRY_S
+        # In the first seconds the window is as long as the record, so that a young pace is not too slow.
+        covered_s = _WINDOW_S * -math.expm1(-max(now - self._since, 0.5) / _WINDOW_S)
+        rate = self._amount * math.exp((self._at - now) / _WINDOW_S) / covered_s
         low, high = _RETRY_S
         return min(high, max(low, amount / rate)) if rate > 1e-6 else _UNKNOWN_RETRY_S
 

@@ -50,6 +50,10 @@ def test_requests_in_flight_are_bounded_until_one_ends_and_the_delay_follows_the
     assert error.metadata == {"tenant": "acme", "quota": "requests_in_flight", "limit": "2"}
     assert error.retry_after_s == pytest.approx(1.0, abs=0.01)
     first.end(10, 10, 0.5)
+    take(tenant, 0.5)
+    assert refusal(tenant, 0.5).retry_after_s == pytest.approx(0.5, rel=0.1), "one in half a second so far"
+    tenant = state(requests_in_flight=2)
+    take(tenant, 0.5)
     now = 0.5
     for _ in range(200):
         seat = take(tenant, now)
