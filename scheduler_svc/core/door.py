@@ -199,12 +199,20 @@ class Door:
     def _over_bound(self, ask: Ask) -> str | None:
         """Return the bound of the queue that a newcomer would pass, if any."""
         queue, config = self._pool.queue, self._config
-        if queue.bounded_requests() + ask.pending_requests >= config.max_waiting_requests:
+        waiting = queue.bounded_requests()
+        over = waiting + ask.pending_requests - config.max_waiting_requests
+        # Of those on their way, as many as there are places will not wait.
+        if waiting >= config.max_waiting_requests or (over >= 0 and over >= self._places()):
             return f"{config.max_waiting_requests} requests"
-        waiting, limit = queue.bounded_tokens() + ask.pending_tokens, config.max_waiting_tokens
-        if limit is not None and waiting > 0 and waiting + ask.prompt_tokens > limit:
+        tokens, limit = queue.bounded_tokens() + ask.pending_tokens, config.max_waiting_tokens
+        if limit is not None and tokens > 0 and tokens + ask.prompt_tokens > limit:
             return f"{limit} tokens"
         return None
+
+    def _places(self) -> int:
+        """Return how many sequences the workers have places for now."""
+        workers = self._pool.workers.values()
+        return sum(max(0, worker.max_num_seqs - worker.num_seqs) for worker in workers if not worker.draining)
 
     def _full(self, ask: Ask, now: float) -> CoreError | None:
         bound = self._over_bound(ask)

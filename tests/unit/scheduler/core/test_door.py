@@ -104,6 +104,16 @@ def test_full_queue_gives_the_place_of_the_last_of_the_lowest_class_to_a_higher_
     assert desk.outcomes == {"SHED": 2, "QUEUE_FULL": 1, "LENGTH": 4}
 
 
+def test_burst_on_its_way_to_idle_workers_is_bounded_by_the_queue_and_their_places() -> None:
+    desk = Desk(worker(max_num_seqs=8), max_waiting_requests=3)
+    errors = [
+        desk.core.refusal_for_load("sim", Ask(pending_requests=pending), desk.now) for pending in (0, 10, 11)
+    ]
+    assert errors[:2] == [None, None]
+    assert errors[2] is not None
+    assert errors[2].reason is Reason.QUEUE_FULL
+
+
 def test_what_is_paced_neither_fills_the_queue_nor_has_to_leave_it() -> None:
     desk = Desk(worker(max_num_seqs=1), max_waiting_requests=1)
     desk.submit(20, max_tokens=300)
