@@ -11,7 +11,7 @@ from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.placement import PrefixIndex
 from scheduler_svc.core.policies import Charges, make_charges
 from scheduler_svc.core.request import Sequence
-from scheduler_svc.core.steptime import StepTimeModel
+from scheduler_svc.core.steptime import ScaledStepTimes, StepTimes
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker import WorkerState
 
@@ -122,13 +122,24 @@ class ModelPool:
             worker.load += model.predict(len(worker.decoding), 0, worker.context_tokens)
         self.loads.update(worker.worker_id, worker.load)
 
-    def times_of(self, worker: WorkerState) -> StepTimeModel:
-        """Return the step times to expect of a worker: those of another while its own are not known."""
+    def observe(
+        self, worker: WorkerState, decodes: int, prefill_tokens: int, context_tokens: int, seconds: float
+    ) -> None:
+        """Learn from a step of a worker; from its first ones, how it compares with a known one."""
         if worker.step_times.num_observations >= _ENOUGH_STEPS:
             self._veteran = self._veteran or worker
         elif self._veteran is not None:
+            worker.expected_s += self._veteran.step_times.predict(decodes, prefill_tokens, context_tokens)
+            worker.observed_s += seconds
+        worker.step_times.observe(decodes, prefill_tokens, context_tokens, seconds)
+
+    def times_of(self, worker: WorkerState) -> StepTimes:
+        """Return the step times to expect of a worker: those of a known one, scaled, while it is new."""
+        if worker.step_times.num_observations >= _ENOUGH_STEPS or self._veteran is None:
+            return worker.step_times
+        if not worker.expected_s:
             return self._veteran.step_times
-        return worker.step_times
+        return ScaledStepTimes(self._veteran.step_times, worker.observed_s / worker.expected_s)
 
     def cached_tokens(self, worker: WorkerState, sequence: Sequence) -> int:
         """Return how many tokens of a sequence a worker is believed to hold; one is always computed."""

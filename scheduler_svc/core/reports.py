@@ -60,7 +60,7 @@ class ReportReader:
         self._released(worker, pool, flight, report)
         if report.stalled:
             self._stalled(worker, report, now)
-        self._outcome(worker, flight, report, now, out)
+        self._outcome(worker, pool, flight, report, now, out)
         self._keys(worker, pool, report)
         worker.pool = report.pool
         worker.last_report_at = now
@@ -254,7 +254,13 @@ class ReportReader:
                     self._lifecycle.settled(sequence, pool)
 
     def _outcome(
-        self, worker: WorkerState, flight: InFlight, report: Report, now: float, out: list[Effect]
+        self,
+        worker: WorkerState,
+        pool: ModelPool,
+        flight: InFlight,
+        report: Report,
+        now: float,
+        out: list[Effect],
     ) -> None:
         """Learn from the step, or search for what made it fail."""
         timing = report.timing
@@ -264,8 +270,8 @@ class ReportReader:
                 out.append(_step_error(worker, report))
             if timing.num_decodes or timing.num_prefill_tokens:
                 seconds = (timing.execute_us + timing.overhead_us + timing.copy_us) * 1e-6
-                worker.step_times.observe(
-                    timing.num_decodes, timing.num_prefill_tokens, timing.context_tokens, seconds
+                pool.observe(
+                    worker, timing.num_decodes, timing.num_prefill_tokens, timing.context_tokens, seconds
                 )
                 worker.adapt_lead(timing.bubble_us)
                 worker.last_step_s = seconds

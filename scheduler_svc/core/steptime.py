@@ -2,8 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 FORGETTING = 0.995
 _MAX_GAIN = 1e4
+
+
+class StepTimes(Protocol):
+    """What is expected of the steps of a worker."""
+
+    @property
+    def per_prefill_token_s(self) -> float:
+        """Seconds that one more prefill token costs; never negative."""
+
+    def predict(self, decodes: int, prefill_tokens: int, context_tokens: int) -> float:
+        """Return the expected seconds of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledStepTimes:
+    """The step times of another worker, so many times as long."""
+
+    of: StepTimes
+    factor: float
+
+    @property
+    def per_prefill_token_s(self) -> float:
+        """Seconds that one more prefill token costs; never negative."""
+        return self.factor * self.of.per_prefill_token_s
+
+    def predict(self, decodes: int, prefill_tokens: int, context_tokens: int) -> float:
+        """Return the expected seconds of a step."""
+        return self.factor * self.of.predict(decodes, prefill_tokens, context_tokens)
 
 
 class StepTimeModel:

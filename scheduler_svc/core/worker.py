@@ -87,6 +87,10 @@ class WorkerState:
     num_refusals: int = 0
     """Reports in a row that refused and admitted nothing."""
     step_times: StepTimeModel = field(default_factory=StepTimeModel)
+    observed_s: float = 0.0
+    """While it is new: seconds that its steps took,"""
+    expected_s: float = 0.0
+    """and those that they would have taken on a worker that is known."""
     context_tokens: int = 0
     """Tokens that the decodes of one step read."""
     active_keys: Counter[bytes] = field(default_factory=Counter)

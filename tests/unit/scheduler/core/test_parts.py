@@ -170,6 +170,30 @@ def test_step_time_model_survives_a_long_steady_load() -> None:
     assert model.predict(8, 0, 1000) == pytest.approx(0.015, rel=0.2)
 
 
+def test_slow_newcomer_is_known_for_one_after_its_first_step() -> None:
+    desk = Desk(worker("w0", max_num_seqs=1))
+    for length in (100, 40, 250):
+        desk.submit(length, max_tokens=8)
+    desk.finish()
+    machine = SimWorker(worker("w1", max_num_batched_tokens=128))
+    machine.slowdown = 3.0
+    desk.attach(machine)
+    desk.submit(20, max_tokens=400)
+    desk.answer("w0")
+    desk.submit(200, max_tokens=4)
+    pool = desk.core._pools["sim"]
+    known, new = (pool.workers[name] for name in ("w0", "w1"))
+
+    def factor() -> float:
+        times = [pool.times_of(one).predict(0, 128, 0) for one in (known, new)]
+        return times[1] / times[0]
+
+    assert factor() == 1.0, "nothing is known of it"
+    desk.answer("w1")
+    assert factor() == pytest.approx(3.0, rel=0.15)
+    desk.finish()
+
+
 def test_lead_grows_when_the_device_waited_and_shrinks_otherwise() -> None:
     desk = Desk()
     state = desk.state()
