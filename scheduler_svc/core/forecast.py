@@ -18,7 +18,7 @@ from octavo.protocol.steps import Priority
 if TYPE_CHECKING:
     from scheduler_svc.core.fleet import ModelPool
     from scheduler_svc.core.request import Sequence
-    from scheduler_svc.core.steptime import StepTimeModel
+    from scheduler_svc.core.steptime import StepTimes
     from scheduler_svc.core.worker import WorkerState
 
 WINDOW_S = 10.0
@@ -246,7 +246,7 @@ class Forecast:
         blocks = worker.blocks_for(math.ceil(self._tokens_of_one()))
         return max(0, min(worker.max_num_seqs - worker.num_seqs, worker.available_blocks() // blocks))
 
-    def _start_rate(self, worker: WorkerState, times: StepTimeModel) -> float:
+    def _start_rate(self, worker: WorkerState, times: StepTimes) -> float:
         """Return the sequences per second that a worker starts when all its places are always taken.
 
         Each stays for as many steps as it generates tokens, and each step computes the prompts of

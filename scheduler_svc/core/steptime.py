@@ -13,6 +13,10 @@ class StepTimes(Protocol):
     """What is expected of the steps of a worker."""
 
     @property
+    def num_observations(self) -> int:
+        """Steps that this is known from."""
+
+    @property
     def per_prefill_token_s(self) -> float:
         """Seconds that one more prefill token costs; never negative."""
 
@@ -26,6 +30,11 @@ class ScaledStepTimes:
 
     of: StepTimes
     factor: float
+
+    @property
+    def num_observations(self) -> int:
+        """Steps that this is known from."""
+        return self.of.num_observations
 
     @property
     def per_prefill_token_s(self) -> float:
