@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,14 +27,14 @@ class Asking:
     description: str = ""
     _made: list[Request] = field(default_factory=list)
 
-    def prepare(self, endpoint: str, count: int) -> None:
+    async def prepare(self, endpoint: str, count: int) -> None:
         """Make the requests, with the tokenizer of the service under test.
 
         Raises:
             BenchError: there is no such dataset, or it does not fit.
         """
         if not self._made:
-            self._made = asyncio.run(self._make(endpoint, count))
+            self._made = await self._make(endpoint, count)
 
     def requests(self, count: int) -> Sequence[Request]:
         """Return so many; the same each time."""

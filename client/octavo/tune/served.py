@@ -30,7 +30,7 @@ class Asked(Protocol):
 
     description: str
 
-    def prepare(self, endpoint: str, count: int) -> None:
+    async def prepare(self, endpoint: str, count: int) -> None:
         """Make the requests, with the tokenizer of the service under test."""
 
     def requests(self, count: int) -> Sequence[Request]:
@@ -60,6 +60,8 @@ class ServedTrials:
         self._requests = requests
         self._stack: Stack | None = None
         self._current: Settings | None = None
+        # One loop for all trials: gRPC hands late events to the loop of a call, which must still be open.
+        self._runner = asyncio.Runner()
         self._runs = 0
 
     def __enter__(self) -> Self:
@@ -70,6 +72,7 @@ class ServedTrials:
     ) -> None:
         if self._stack is not None:
             self._stack.stop()
+        self._runner.close()
 
     def endpoint(self, settings: Settings) -> str:
         """Return the address of a scheduler with these settings, ready.
@@ -85,7 +88,7 @@ class ServedTrials:
     def __call__(self, settings: Settings, rate_per_s: float) -> Trial:
         """Run one trial."""
         endpoint = self.endpoint(settings)
-        return asyncio.run(self._trial(endpoint, settings, rate_per_s))
+        return self._runner.run(self._trial(endpoint, settings, rate_per_s))
 
     def measure_rate(self, settings: Settings, requests: int) -> float:
         """Return the requests per second that a setting serves when they all come at once: a first guess."""
@@ -97,7 +100,7 @@ class ServedTrials:
                     target, self._traffic(requests, 1000.0 * requests), Limits(drain_s=600.0)
                 )
 
-        run = asyncio.run(burst())
+        run = self._runner.run(burst())
         done = sum(one.outcome is Outcome.OK for one in run.requests)
         if not done:
             reasons = sorted({one.reason or one.outcome.value for one in run.requests})
@@ -133,8 +136,8 @@ class ServedTrials:
             return stack
         self._current = settings
         stack.wait_ready(_READY_S)
-        self._asked.prepare(stack.endpoint, max(self._requests, _WARM_UP_REQUESTS))
-        asyncio.run(self._warm_up(stack.endpoint))
+        self._runner.run(self._asked.prepare(stack.endpoint, max(self._requests, _WARM_UP_REQUESTS)))
+        self._runner.run(self._warm_up(stack.endpoint))
         return stack
 
     def _worker_args(self, settings: Settings) -> tuple[str, ...]:

@@ -45,7 +45,21 @@ class Driver:
         self._config = config
         self._workload = workload
         self._gpu = gpu
+        # One loop for all runs: gRPC hands late events to the loop of a call, which must not be closed then.
+        self._runner = asyncio.Runner()
         self._runs = 0
+
+    def close(self) -> None:
+        """Close the loop that runs are driven from."""
+        self._runner.close()
+
+    def prepare(self, stack: Stack) -> None:
+        """Let the workload be made for what a stack serves.
+
+        Raises:
+            BenchError: there is no such dataset, or it does not fit.
+        """
+        self._runner.run(self._workload.prepare(stack.endpoint))
 
     def cell(self, cell: Cell, stack: Stack) -> CellResult:
         """Run a cell to its end."""
@@ -100,7 +114,7 @@ class Driver:
         self._runs += 1
         salt = f"ladder-{os.getpid()}-{self._runs}"
         salted = replace(traffic, requests=[_with_salt(one, salt) for one in traffic.requests])
-        return asyncio.run(self._go(stack, salted, limits))
+        return self._runner.run(self._go(stack, salted, limits))
 
     async def _go(self, stack: Stack, traffic: Traffic, limits: Limits) -> tuple[RunRecord, list[Sample]]:
         async with OctavoTarget(stack.endpoint) as target, Watch(stack, self._gpu) as watch:

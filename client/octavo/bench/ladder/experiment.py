@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,9 +96,12 @@ class Experiment:
         began = time.monotonic()
         self._head["environments"].append(environment())
         self._write_head()
-        with ArmStacks(
-            self.config, self.folder / "logs", lambda event: self._show(event, 0.0, None)
-        ) as stacks:
+        with (
+            closing(self._driver),
+            ArmStacks(
+                self.config, self.folder / "logs", lambda event: self._show(event, 0.0, None)
+            ) as stacks,
+        ):
             self._prepare(stacks)
             found = self._found or self._search(stacks)
             plan = self._plan or self._make_plan(found, began)
@@ -145,7 +149,7 @@ class Experiment:
         first = ARMS[self.config.arms[0]]
         static = self._found.static if self._found is not None else {}
         stack = stacks.use(first, static.get(first.name, StaticSettings()))
-        self._workload.prepare(stack.endpoint)
+        self._driver.prepare(stack)
         self._head["dataset"] = self._workload.to_json()
         self._head["environments"][-1]["served"] = served(stack.endpoint)
         self._write_head()

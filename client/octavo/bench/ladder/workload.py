@@ -52,13 +52,15 @@ class Workload:
         """Take over what an earlier go has written down."""
         self._record = dict(record)
 
-    def prepare(self, endpoint: str) -> None:
+    async def prepare(self, endpoint: str) -> None:
         """Split the corpus with the tokenizer of the service under test.
 
         Raises:
             BenchError: there is no such dataset, or it does not fit the context.
         """
-        asyncio.run(self._prepare(endpoint))
+        async with AsyncClient(endpoint) as client:
+            model = (await client.models())[0].id
+            await self.split_with(ServiceTokenizer(client, model))
 
     def requests(self, seed: int, count: int) -> Sequence[Request]:
         """Return so many requests; those of a larger count begin with those of a smaller one."""
@@ -67,11 +69,6 @@ class Workload:
             # More than asked for, so that what comes next has them ready.
             self._made[seed] = made = asyncio.run(self._make(seed, max(count, 2 * len(made))))
         return made[:count]
-
-    async def _prepare(self, endpoint: str) -> None:
-        async with AsyncClient(endpoint) as client:
-            model = (await client.models())[0].id
-            await self.split_with(ServiceTokenizer(client, model))
 
     async def split_with(self, tokenizer: Tokenizer) -> None:
         """Split all texts now; the tokenizer is not asked again.
