@@ -96,7 +96,8 @@ def _ratio(cold: list[float], cached: list[float]) -> Measured:
 )
 def prefix_ttft_ratio() -> Measured:
     """Run the same prefix twice, some times over."""
-    with running(model="demo", worker_args=_worker_args(600, max_len=2048)) as stack:
+    arguments = _worker_args(600, max_len=2048)
+    with running(model="demo", worker_args=arguments, scheduler_args=UNSHED) as stack:
         return _ratio(*asyncio.run(_cold_and_cached(stack, rounds=5, crowd=0)))
 
 
@@ -109,7 +110,7 @@ def prefix_ttft_ratio() -> Measured:
 def host_ttft_ratio() -> Measured:
     """Run the same prefix twice, with more between the two than the device holds."""
     arguments = _worker_args(136, "--num-host-blocks", "800", max_len=2048)
-    with running(model="demo", worker_args=arguments) as stack:
+    with running(model="demo", worker_args=arguments, scheduler_args=UNSHED) as stack:
         return _ratio(*asyncio.run(_cold_and_cached(stack, rounds=3, crowd=3)))
 
 
