@@ -45,8 +45,8 @@ class LadderConfig:
     # What serves
     model: str = "demo"
     runner: str = "torch"
-    block_size: int = 8
-    num_blocks: int = 384
+    block_size: int = 4
+    num_blocks: int = 512
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     context: int = 512
@@ -57,12 +57,12 @@ class LadderConfig:
     # The static arms
     batch_sizes: tuple[int, ...] = (4, 8, 16)
     timeouts_s: tuple[float, ...] = (0.1, 0.5, 2.0)
-    bucket_bounds: tuple[int, ...] = (64, 128, 256)
+    bucket_bounds: tuple[int, ...] = (32, 64, 128)
 
     # What is asked
     dataset: str = "azure-conv"
     traces: str | None = None
-    scale: int | None = 10
+    scale: int | None = 16
     """Lengths of a trace are divided by this; None is what makes 99% of it fit the context."""
     prompt_tokens: float = 64.0
     """Mean, of `lognormal` and `fixed`."""
@@ -70,7 +70,7 @@ class LadderConfig:
     length_cv: float = 1.0
     shared_prefix_share: float = 0.5
     """Share of the requests that begin with one of a few system prompts."""
-    shared_prefix_tokens: int = 32
+    shared_prefix_tokens: int = 24
     num_shared_prefixes: int = 4
     queue_timeout_s: float = 30.0
 
