@@ -173,5 +173,6 @@ class _Progress(output.ProgressLine):
 
     def tell(self, what: str, fraction: float, left_s: float | None) -> None:
         """Tell that `what` begins."""
-        left = "" if left_s is None else f"{output.duration(max(1.0, left_s))} left · "
+        late = left_s is None or left_s <= 0
+        left = "" if late else f"{output.duration(left_s or 0.0)} left · "
         super().__call__(f"{left}{what}", fraction)
