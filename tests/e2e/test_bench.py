@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from octavo.bench.load import files
 from octavo.bench.load.records import Outcome
 from octavo.cli.main import main
 from octavo.client import Client
-from octavo.stack import Stack
+from octavo.stack import Stack, StackConfig
 
 
 def test_what_the_generator_records_is_what_the_scheduler_counts(
@@ -32,3 +33,40 @@ def test_what_the_generator_records_is_what_the_scheduler_counts(
     assert {one.cached_tokens for one in requests} == {0}
     assert all(one.queue_s is not None and one.ttft_s is not None for one in requests)
     assert "60: 60 answered" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def gateway_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    config = StackConfig(
+        model="sim",
+        worker_args=("--runner", "sim"),
+        gateway_port=0,
+        folder=tmp_path_factory.mktemp("gateway-stack"),
+    )
+    with Stack(config) as stack:
+        stack.wait_ready(120)
+        yield stack
+
+
+@pytest.mark.parametrize("target", ["completions", "chat"])
+def test_the_same_traffic_goes_through_the_gateway(gateway_stack: Stack, tmp_path: Path, target: str) -> None:
+    assert gateway_stack.gateway is not None
+    words = ["--rate", "50", "--requests", "20", "--prompt-tokens", "60", "--output-tokens", "6"]
+    runs = {}
+    for kind, endpoint in (
+        ("octavo", gateway_stack.endpoint),
+        (target, f"http://{gateway_stack.gateway.address}"),
+    ):
+        path = tmp_path / f"{kind}.json"
+        command = ["bench", "serve", "--target", kind, "--endpoint", endpoint, *words, "--seed", "3"]
+        assert main([*command, "--option", "priority=interactive", "--out", str(path)]) == 0
+        runs[kind] = files.read(path)
+
+    ours, theirs = runs["octavo"].requests, runs[target].requests
+    assert [one.outcome for one in theirs] == [Outcome.OK] * 20
+    # The gateway's /tokenize cut the prompts as the scheduler's own call did.
+    assert [one.offered for one in theirs] == [one.offered for one in ours]
+    assert [one.output_tokens for one in theirs] == [one.output_tokens for one in ours]
+    if target == "completions":
+        assert [one.prompt_tokens for one in theirs] == [one.prompt_tokens for one in ours]
+    assert runs[target].target.kind == f"openai-{target}"
