@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from dataclasses import replace
 
@@ -63,3 +64,12 @@ def test_record_tells_what_was_asked() -> None:
     assert "lognormal" in told["description"]
     assert "50% of the prompts" in told["description"]
     assert 40 < told["sample"]["prompt_tokens"] < 80
+
+
+def test_highest_rung_begins_with_a_backlog_and_others_do_not() -> None:
+    at_once = FULL.process(5.0, FULL.backlog_of("overload"))
+    times = list(itertools.islice(at_once.times(3), 70))
+    assert times[: FULL.backlog] == [0.0] * FULL.backlog
+    assert times[FULL.backlog :] == list(itertools.islice(FULL.process(5.0).times(3), 6))
+    assert FULL.backlog_of("middle") == 0
+    assert "64 at once" in str(at_once)

@@ -64,7 +64,7 @@ class Driver:
     def cell(self, cell: Cell, stack: Stack) -> CellResult:
         """Run a cell to its end."""
         config = self._config
-        process = config.process(cell.rate_per_s)
+        process = config.process(cell.rate_per_s, config.backlog_of(cell.rung))
         end_s = cell.warm_up_s + cell.window_s
         count = max(1, requests_needed(process, cell.seed, end_s))
         traffic = Traffic(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -24,6 +26,27 @@ RUNGS: Final = {
 STEP_WATCHDOG_S: Final = 300.0
 
 
+@dataclass(frozen=True, slots=True)
+class Backlogged:
+    """Arrivals that come on top of requests that are all there at the beginning."""
+
+    process: Arrivals
+    backlog: int
+
+    def __str__(self) -> str:
+        return f"{self.backlog} at once, then {self.process}"
+
+    @property
+    def rate_per_s(self) -> float:
+        """Of the arrivals that follow."""
+        return self.process.rate_per_s
+
+    def times(self, seed: int) -> Iterator[float]:
+        """Yield the times; see `Arrivals`."""
+        yield from itertools.repeat(0.0, self.backlog)
+        yield from self.process.times(seed)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderConfig:
     """One experiment."""
@@ -39,14 +62,17 @@ class LadderConfig:
     gamma_cv: float = 2.0
     warm_up_s: float = 4.0
     """Sent and not measured, at the beginning of each cell."""
-    saturating_warm_up_s: float = 8.0
+    saturating_warm_up_s: float = 10.0
     """The same at the highest rung: until memory is full."""
+    backlog: int = 64
+    """Requests that are there at once when a cell of the highest rung begins. At 1.5 times its capacity a
+    server fills so slowly that a window would see it filling."""
 
     # What serves
     model: str = "demo"
     runner: str = "torch"
     block_size: int = 4
-    num_blocks: int = 512
+    num_blocks: int = 768
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     context: int = 512
@@ -80,6 +106,10 @@ class LadderConfig:
     price_per_hour: float = 1.0
     """Of the machine, in any currency: cost scales with it."""
 
+    def backlog_of(self, rung: str) -> int:
+        """Return how many requests the cells of a rung begin with."""
+        return self.backlog if rung == OVERLOAD else 0
+
     def warm_up_of(self, rung: str) -> float:
         """Return the warm-up of the cells of a rung."""
         return self.saturating_warm_up_s if rung == OVERLOAD else self.warm_up_s
@@ -89,8 +119,10 @@ class LadderConfig:
         """The arms that are compared with each other in particular."""
         return tuple(name for name in (CONTROL, SUBJECT) if name in self.arms)
 
-    def process(self, rate_per_s: float) -> Arrivals:
-        """Return the arrivals at a rate."""
+    def process(self, rate_per_s: float, backlog: int = 0) -> Arrivals:
+        """Return the arrivals at a rate, after so many requests at once."""
+        if backlog:
+            return Backlogged(self.process(rate_per_s), backlog)
         match self.arrivals:
             case "gamma":
                 return Gamma(rate_per_s, self.gamma_cv)
@@ -149,7 +181,7 @@ QUICK: Final = replace(
     repeats=2,
     budget_s=8 * 60.0,
     warm_up_s=3.0,
-    saturating_warm_up_s=6.0,
+    saturating_warm_up_s=8.0,
     batch_sizes=(4, 8),
     timeouts_s=(0.1, 0.5),
 )

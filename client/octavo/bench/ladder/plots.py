@@ -78,9 +78,9 @@ def plots(report: Report) -> Iterator[tuple[str, str, str]]:
         yield (
             "KV memory over time",
             (
-                "The highest rung, first repeat. Written: slots that hold keys and values. Taken: slots "
-                "of blocks that a sequence has. The line is external fragmentation, which matters only "
-                "where a run is needed."
+                "The highest rung, first repeat, from its beginning with a backlog. Written: slots that "
+                "hold keys and values. Taken: slots of blocks that a sequence has. The line is external "
+                "fragmentation, which matters only where a run is needed."
             ),
             _svg(_memory(report)),
         )
