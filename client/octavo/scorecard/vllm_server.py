@@ -23,6 +23,15 @@ from octavo.stack import free_port
 MODEL: Final = "demo"
 """Name under which the model is served."""
 READY_S: Final = 1200.0
+_BENCH_SERVE: Final = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+BENCH_SERVE: Final = (sys.executable, "-c", _BENCH_SERVE)
+"""What `vllm bench serve` runs; the command itself does not start from the CPU build's package."""
 
 
 @dataclass(frozen=True, slots=True)

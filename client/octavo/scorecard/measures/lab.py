@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from octavo.scorecard import Measured, at_most, entry
-from octavo.scorecard.vllm_server import MODEL, VllmServer, vllm_serve
+from octavo.scorecard.vllm_server import BENCH_SERVE, MODEL, VllmServer, vllm_serve
 
 if TYPE_CHECKING:
     from octavo.bench.load.summary import Summary
@@ -126,8 +125,8 @@ async def _their_turn(
     lines = [json.dumps({"prompt": one.prompt, "output_tokens": one.output_tokens}) for one in requests]
     await asyncio.to_thread(prompts.write_text, "\n".join(lines))
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"),
-        *("--base-url", server.base_url, "--model", MODEL, "--tokenizer", str(server.model_folder)),
+        *(*BENCH_SERVE, "--backend", "openai", "--base-url", server.base_url),
+        *("--model", MODEL, "--tokenizer", str(server.model_folder)),
         *("--dataset-name", "custom", "--dataset-path", str(prompts), "--custom-output-len", "-1"),
         *("--skip-chat-template", "--disable-shuffle", "--num-prompts", str(len(requests))),
         *("--request-rate", str(RATE_PER_S), "--seed", str(turn), "--ignore-eos", "--temperature", "0"),
