@@ -198,13 +198,19 @@ class Metrics:
             "octavo_clamped_requests", "Requests whose max_tokens was lowered.", registry=registry
         )
 
+        self._refused: dict[tuple[str, int, str], tuple[Counter, Counter]] = {}
+
     def refused(self, transport: str, priority: int, reason: str) -> None:
         """Count an arrival that there was no room for."""
-        self.arrivals.labels(transport).inc()
-        # One that does not exist was not looked at yet.
-        known = priority if priority in _PRIORITIES else Priority.STANDARD
-        name = Priority(known).name.lower()
-        self.outcomes.labels("", name, reason).inc()
+        key = (transport, priority if priority in _PRIORITIES else Priority.STANDARD, reason)
+        counters = self._refused.get(key)
+        if counters is None:
+            # To look counters up by their labels costs more than to count.
+            name = Priority(key[1]).name.lower()
+            counters = self.arrivals.labels(transport), self.outcomes.labels("", name, reason)
+            self._refused[key] = counters
+        for counter in counters:
+            counter.inc()
 
     def watch(self, snapshot: Callable[[], CoreSnapshot]) -> None:
         """Read queues and workers from the core whenever metrics are collected."""

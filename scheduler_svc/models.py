@@ -120,6 +120,9 @@ class ModelRegistry:
 
     def peek(self, name: str) -> Model | None:
         """Return the model that a request means, or None where `find` would raise."""
+        known = self._models.get(name)
+        if known is not None:
+            return known
         try:
             return self.find(name).model
         except ServiceError:

@@ -19,6 +19,7 @@ from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
 _MAX_MESSAGE_BYTES: Final = 128 * 1024
+_REFUSALS_TOGETHER_S: Final = 0.002
 
 
 class Outbox(ABC):
@@ -28,6 +29,8 @@ class Outbox(ABC):
         self._limit_bytes = limit_bytes
         self._size_bytes = 0
         self._ready = asyncio.Event()
+        self._awake = False
+        """The writer was told that something waits."""
         self._writer = asyncio.current_task()
         self.batch = 0
         """Changes whenever what waited is taken; deltas of an earlier batch are gone."""
@@ -38,8 +41,15 @@ class Outbox(ABC):
 
     def grow(self, size_bytes: int) -> None:
         """Account for output that was added; cut the stream when it is too much."""
-        if not self._size_bytes:
-            self._ready.set()
+        if not self._awake:
+            self._wake()
+        self._account(size_bytes)
+
+    def _wake(self) -> None:
+        self._awake = True
+        self._ready.set()
+
+    def _account(self, size_bytes: int) -> None:
         self._size_bytes += size_bytes
         if self._size_bytes > self._limit_bytes and not self.cut:
             self.cut = True
@@ -54,6 +64,7 @@ class Outbox(ABC):
         self._size_bytes -= size_bytes
         self.batch += 1
         if not more:
+            self._awake = False
             self._ready.clear()
 
     @abstractmethod
@@ -108,7 +119,7 @@ class GenerateOutbox(Outbox):
         del request_id, told
         self.ended = True
         self.error = error
-        self._ready.set()
+        self._wake()
 
     def _add(self) -> pb.GenerateEvent:
         event = pb.GenerateEvent()
@@ -125,10 +136,29 @@ class SessionOutbox(Outbox):
         """Messages to which nothing is added any more, and their sizes."""
         self._full_bytes = 0
         self._message = pb.SessionEvent()
+        self._timer: asyncio.TimerHandle | None = None
 
     def grow(self, size_bytes: int) -> None:
         """Account for output that was added; begin another message when this one is large enough."""
         super().grow(size_bytes)
+        self._close_when_large()
+
+    def refuse(self, request_id: str, error: common_pb2.Error) -> None:
+        """Tell of a request that was refused at once, in one message with those of the next moment.
+
+        Where thousands are refused a second, a message for each would cost more than the refusing.
+        """
+        self._add(request_id).error.CopyFrom(error)
+        self._account(error.ByteSize())
+        self._close_when_large()
+        if not self._awake and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_REFUSALS_TOGETHER_S, self._tell_refusals)
+
+    def _tell_refusals(self) -> None:
+        self._timer = None
+        self._wake()
+
+    def _close_when_large(self) -> None:
         size_bytes = self._size_bytes - self._full_bytes
         if size_bytes > _MAX_MESSAGE_BYTES:
             self._full.append((self._message, size_bytes))
@@ -155,11 +185,11 @@ class SessionOutbox(Outbox):
     def grant(self, credits_: int) -> None:
         """Let the client send this many more requests."""
         self._message.credits += credits_
-        self._ready.set()
+        self._wake()
 
     def wake(self) -> None:
         """Make the writer look, though nothing may have been added."""
-        self._ready.set()
+        self._wake()
 
     def accepted(self, request_id: str) -> pb.Accepted:
         """Return a new event."""
@@ -180,7 +210,7 @@ class SessionOutbox(Outbox):
         if error is not None and not told:
             self._add(request_id).error.CopyFrom(error)
             self.grow(error.ByteSize())
-        self._ready.set()
+        self._wake()
 
     def _add(self, request_id: str) -> pb.RequestEvent:
         event = self._message.events.add()

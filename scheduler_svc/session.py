@@ -137,7 +137,7 @@ class Session:
         if message.request_id and message.request_id not in self._requests:
             no_room = self._intake.refuse_at_once(message, self._stream)
             if no_room is not None:
-                self._refuse(message.request_id, no_room)
+                self._outbox.refuse(message.request_id, no_room.to_proto())
                 return
         record = self._intake.open(self._stream)
         error = self._refusal(message, in_credit=in_credit)

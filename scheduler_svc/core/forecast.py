@@ -150,8 +150,13 @@ class Forecast:
         )
 
     def drain_s(self, ahead: int, now: float) -> float | None:
-        """Return how long a backlog of so many takes to drain at the measured rate, if that is known."""
-        capacity = self.capacity(now)
+        """Return how long a backlog of so many takes to drain at the measured rate, if that is known.
+
+        On the path of every refusal, so it takes a capacity that was measured a moment ago.
+        """
+        capacity = self._capacity
+        if capacity is None or now - capacity.at >= _REFRESH_S:
+            capacity = self.capacity(now)
         rate = self.drain.per_s(capacity.start_rate if capacity is not None else None, now)
         return ahead / rate if rate is not None else None
 
