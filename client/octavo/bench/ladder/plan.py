@@ -25,7 +25,7 @@ from octavo.bench.load.statistics import needed
 
 MIN_WINDOW_S: Final = 5.0
 MIN_REPEATS: Final = 2
-COMPARED_SHARE: Final = 0.6
+COMPARED_SHARE: Final = 0.7
 """Share of the time that goes, at most, into the windows of the comparison."""
 SPARE: Final = 1.08
 """Requests that are offered where a P99 is wanted, as a multiple of those that it needs."""
