@@ -130,14 +130,14 @@ class ReportReader:
         self, worker: WorkerState, pool: ModelPool, report: Report, now: float, out: list[Effect]
     ) -> None:
         """Take new tokens in. This loop is the scheduler's hottest: one turn per sequence and step."""
-        decoding, size, logprobs = worker.decoding, worker.block_size, report.logprobs
+        decoding, size, logprobs = worker.decoding.get, worker.block_size, report.logprobs
         deltas: list[TokenDelta] = []
-        decoded = 0
+        decoded = digest = 0
         try:
             for handle, first, ids in zip(
                 report.token_handles, report.first_positions, _runs_of(report), strict=True
             ):
-                sequence = decodes = decoding.get(handle)
+                sequence = decodes = decoding(handle)
                 if sequence is None:
                     sequence = worker.sequences.get(handle)
                     if sequence is None:
@@ -146,20 +146,21 @@ class ReportReader:
                 if first != len(tokens):
                     raise ProtocolViolationError(f"handle {handle}: token at {first} after {len(tokens)}")
                 tokens += ids
-                worker.digest += handle * len(ids)
+                count = len(ids)
+                digest += handle * count
                 if decodes is not None:
-                    decoded += len(ids)
+                    decoded += count
                 else:
                     self._first_token(worker, sequence, report.step, now)
-                if len(tokens) % size < len(ids):
+                if (first + count) % size < count:
                     self._fill_block(worker, sequence)
-                if sequence.status is not _FINISHED:
+                if decodes is not None or sequence.status is not _FINISHED:
                     found = logprobs.get(handle) if logprobs else None
                     # What NamedTuple's own constructor does, at half its price.
                     deltas.append(_new(TokenDelta, (sequence.request_id, sequence.choice, ids, found)))
         finally:
             # Also when a later token is not as it should be: what is known here, the client has to get.
-            worker.digest &= DIGEST_MASK
+            worker.digest = (worker.digest + digest) & DIGEST_MASK
             worker.context_tokens += decoded
             if deltas:
                 out.append(EmitTokens(deltas))
