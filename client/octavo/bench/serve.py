@@ -30,13 +30,14 @@ def run(arguments: argparse.Namespace) -> str:
         BenchInterrupted: Ctrl-C; with the tables of what there is.
     """
     # Not earlier: they need the extra `bench`, and the help does not.
+    from octavo.bench.ladder.environment import environment  # noqa: PLC0415
     from octavo.bench.load import files, tables  # noqa: PLC0415
     from octavo.bench.serve_plan import parse_slo  # noqa: PLC0415
 
     slo = parse_slo(arguments.slo)
     record = asyncio.run(_drive(arguments))
     if arguments.out is not None:
-        files.write(record, slo, arguments.out)
+        files.write(record, slo, arguments.out, environment())
         output.note(f"wrote {arguments.out}")
     if arguments.json:
         told = json.dumps(files.as_json(record, slo)["summary"], indent=2)

@@ -66,6 +66,7 @@ def test_a_run_is_told_and_written(
     assert "no P99 from fewer than 500 requests" in told
     record = files.read(path)
     assert record.name == "ours"
+    assert json.loads(path.read_text())["environment"]["hardware"]["cores"] >= 1
     assert [one.outcome for one in record.requests] == [Outcome.OK] * 60
     assert {one.output_tokens for one in record.requests} == {6}
     assert {one.offered.kind for one in record.requests} == {"<=64"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,22 @@ from octavo.bench.load.records import RunRecord, from_json, to_json
 from octavo.bench.load.summary import Slo, summarize
 
 
-def write(run: RunRecord, slo: Slo, path: Path) -> None:
-    """Write a run.
+def write(run: RunRecord, slo: Slo, path: Path, environment: Mapping[str, Any] | None = None) -> None:
+    """Write a run, and the machine that it was driven from.
 
     Raises:
         BenchError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(as_json(run, slo), indent=1) + "\n", encoding="utf-8")
+        record = {"environment": dict(environment or {}), **as_json(run, slo)}
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise BenchError(f"{path}: {error.strerror}") from error
 
 
 def as_json(run: RunRecord, slo: Slo) -> dict[str, Any]:
-    """Return what `write` writes."""
+    """Return figures and record."""
     return {"summary": asdict(summarize(run, slo)), "run": to_json(run)}
 
 
