@@ -9,11 +9,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+from octavo.scorecard.vllm_server import BENCH_SERVE
 
 ROOT: Final = Path(__file__).parents[3]
 ENVIRONMENT: Final = ROOT / "build/clients"
@@ -85,7 +86,7 @@ def programs(base: str, model: str, tokenizer: Path) -> list[Program]:
 
 def _vllm_bench(base: str, endpoint: str, backend: str, model: str, tokenizer: Path) -> tuple[str, ...]:
     return (
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", backend),
+        *(*BENCH_SERVE, "--backend", backend),
         *("--base-url", base, "--endpoint", endpoint, "--model", model, "--tokenizer", str(tokenizer)),
         *("--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "16"),
         *("--num-prompts", "16", "--max-concurrency", "4", "--ignore-eos", "--seed", "1"),
