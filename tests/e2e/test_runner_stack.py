@@ -28,8 +28,8 @@ VOCAB_SIZE = 64 * 2 * RANKS
 """vLLM pads vocabularies to multiples of 64, and each rank holds as much."""
 LIMITS = (
     *("--dtype", "float32", "--num-blocks", "64", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
-    *("--block-size", "32", "--num-host-blocks", "16", "--enable-faults", "--check-integrity"),
 )
+TESTED = ("--block-size", "32", "--num-host-blocks", "16", "--enable-faults", "--check-integrity")
 VLLM = ("--runner", "vllm", "--enforce-eager")
 NEEDS_VLLM = (pytest.mark.vllm, pytest.mark.slow)
 FAULTS = (
@@ -67,7 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
 def stack(
     request: pytest.FixtureRequest, model: tuple[Path, Reference], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
-    with running(model[0], tmp_path_factory.mktemp("stack"), request.param) as stack:
+    with running(model[0], tmp_path_factory.mktemp("stack"), (*TESTED, *request.param)) as stack:
         stack.wait_ready(READY_S)
         yield stack
 
