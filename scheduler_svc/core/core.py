@@ -56,6 +56,7 @@ class SchedulerCore:
         self._expire(now, out)
         pool = self._pool(spec.model)
         ask = ask_of(spec, pool.deepest_cached_tokens(spec))
+        pool.door.asked(spec.priority, now)
         error = self._refusal(spec, pool, ask, now)
         if error is not None:
             self._lifecycle.refused(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from scheduler_svc.core.effects import Effect, LogEvent
 from scheduler_svc.core.errors import CoreError, Reason
 from scheduler_svc.core.forecast import Forecast, Prediction
 from scheduler_svc.core.overload import Caps, Controller, Level, Misses, Pressure, Transition
+from scheduler_svc.core.steptime import ENOUGH_STEPS
 
 if TYPE_CHECKING:
     from scheduler_svc.core.events import NewRequest
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
+_DEMAND_S = 30.0
+"""How long after its last newcomer the predicted wait of a class still counts."""
 _MOST_MARGIN = 0.25
 """The margin for errors of a prediction takes at most this share of the time that is left."""
 _EXPIRED = frozenset({Reason.QUEUE_TIMEOUT, Reason.TTFT_DEADLINE, Reason.DEADLINE_QUEUED})
@@ -59,6 +63,7 @@ class Door:
         ladder = config.overload if config.static is None else None
         self.controller = Controller(ladder) if ladder is not None else None
         self._misses = Misses()
+        self._asked_at: dict[Priority, float] = {}
         self._progress_at = 0.0
         self._looked_at = 0.0
 
@@ -112,6 +117,10 @@ class Door:
         return _bounded(drain_s if drain_s is not None else 1.0)
 
     # What becomes of them ------------------------------------------------------------------------
+
+    def asked(self, priority: Priority, now: float) -> None:
+        """A newcomer of a class is at the door, whatever becomes of it."""
+        self._asked_at[priority] = now
 
     def came_in(self, request: Request, now: float) -> None:
         """A newcomer is about to be queued."""
@@ -292,11 +301,20 @@ class Door:
             wait=(waits[0], max(waits)),
             blocks=active / total if total and len(pool.queue) else 0.0,
             misses=self._misses.share(now),
-            stalled_s=now - self._progress_at,
+            stalled_s=self._stalled_s(now),
         )
 
+    def _stalled_s(self, now: float) -> float:
+        """Return for how long a report is overdue; 0 while it is not known when one is due."""
+        busy = [worker for worker in self._pool.workers.values() if worker.in_flight]
+        if any(self._pool.times_of(worker).num_observations < ENOUGH_STEPS for worker in busy):
+            return 0.0
+        due = min((worker.ends_at() for worker in busy), default=self._progress_at)
+        return max(0.0, now - max(due, self._progress_at))
+
     def _wait_share(self, priority: Priority, timeout_s: float, now: float) -> float:
-        if not len(self._pool.queue):
+        # Nobody is turned away for the sake of a class that nobody asks for.
+        if not len(self._pool.queue) or now - self._asked_at.get(priority, -math.inf) > _DEMAND_S:
             return 0.0
         expected = self.predict(Ask(priority=priority), now)
         return expected.wait_s / timeout_s if expected is not None else 0.0

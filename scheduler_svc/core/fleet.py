@@ -11,14 +11,12 @@ from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.placement import PrefixIndex
 from scheduler_svc.core.policies import Charges, make_charges
 from scheduler_svc.core.request import Sequence
-from scheduler_svc.core.steptime import ScaledStepTimes, StepTimes
+from scheduler_svc.core.steptime import ENOUGH_STEPS, ScaledStepTimes, StepTimes
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker import WorkerState
 
 _MAX_HOLDERS = 8
 _LEAST_LOADED = 4
-_ENOUGH_STEPS = 8
-"""Observed steps after which a worker's own step times are trusted."""
 _MIN_GAIN = 0.1
 """Share of the time to its first token that a sequence must save to be left for another worker."""
 
@@ -126,7 +124,7 @@ class ModelPool:
         self, worker: WorkerState, decodes: int, prefill_tokens: int, context_tokens: int, seconds: float
     ) -> None:
         """Learn from a step of a worker; from its first ones, how it compares with a known one."""
-        if worker.step_times.num_observations >= _ENOUGH_STEPS:
+        if worker.step_times.num_observations >= ENOUGH_STEPS:
             self._veteran = self._veteran or worker
         elif self._veteran is not None:
             worker.expected_s += self._veteran.step_times.predict(decodes, prefill_tokens, context_tokens)
@@ -135,7 +133,7 @@ class ModelPool:
 
     def times_of(self, worker: WorkerState) -> StepTimes:
         """Return the step times to expect of a worker: those of a known one, scaled, while it is new."""
-        if worker.step_times.num_observations >= _ENOUGH_STEPS or self._veteran is None:
+        if worker.step_times.num_observations >= ENOUGH_STEPS or self._veteran is None:
             return worker.step_times
         if not worker.expected_s:
             return self._veteran.step_times

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from octavo.protocol.steps import Priority
 
+from scheduler_svc.core.steptime import ENOUGH_STEPS
+
 if TYPE_CHECKING:
     from scheduler_svc.core.fleet import ModelPool
     from scheduler_svc.core.request import Sequence
@@ -28,8 +30,6 @@ _GAIN = 0.05
 _REFRESH_S = 0.1
 _REFRESH_PER_WORKER_S = 0.001
 _FEW_WORKERS = 4
-_ENOUGH_STEPS = 8
-"""Steps before which the step times of a worker say little."""
 
 
 class DrainRate:
@@ -216,7 +216,7 @@ class Forecast:
         running = [0] * (max(Priority) + 1)
         for worker in workers:
             times = pool.times_of(worker)
-            if times.num_observations < _ENOUGH_STEPS:
+            if times.num_observations < ENOUGH_STEPS:
                 return None
             decodes = len(worker.decoding)
             room = max(1, worker.token_budget - decodes)

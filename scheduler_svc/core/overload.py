@@ -48,7 +48,7 @@ class OverloadConfig:
     misses: Thresholds = (0.1, 0.25, 0.5, 0.8)
     """Share of the accepted requests that missed a deadline before their first token."""
     stall_s: float = 10.0
-    """The breaker opens when there was work and no report for this long."""
+    """The breaker opens when a report is overdue, and none has come, for this long."""
     exit_ratio: float = 0.7
     """A level is left when every input is below this share of the threshold that it was entered at."""
     interval_s: float = 0.1
@@ -87,11 +87,11 @@ class Pressure:
     backlog: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Of the interactive class, with the standard one, and of all: over the queue's bounds."""
     wait: tuple[float, float] = (0.0, 0.0)
-    """Predicted wait over the timeout: of the interactive class, and the worst of any."""
+    """Predicted wait over the timeout: of the interactive class, and the worst of any that is asked for."""
     blocks: float = 0.0
     misses: float = 0.0
     stalled_s: float = 0.0
-    """How long there has been work and no report."""
+    """For how long a report is overdue and none has come."""
 
     def toward(self, level: Level) -> dict[str, float]:
         """Return the inputs that lead to a level: those of the classes that it goes on serving."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 FORGETTING = 0.995
+ENOUGH_STEPS = 8
+"""Steps before which the step times of a worker say little."""
 _MAX_GAIN = 1e4
 
 

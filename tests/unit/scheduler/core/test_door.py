@@ -253,3 +253,31 @@ def test_timeout_of_nothing_starts_at_once_or_not_at_all() -> None:
     assert reason_of(desk, second) is Reason.QUEUE_TIMEOUT
     desk.finish()
     assert desk.ends[first, 0].reason is FinishReason.LENGTH
+
+
+def test_wait_of_a_class_that_nobody_asks_for_turns_nobody_away() -> None:
+    desk = trained()
+    for _ in range(20):
+        desk.submit(30, max_tokens=300)
+    desk.tick(desk.now + 0.2)
+    assert controller(desk).pressure.wait[0] == 0.0
+    desk.submit(30, max_tokens=300, priority=HIGH)
+    desk.tick(desk.now + 0.2)
+    assert controller(desk).pressure.wait[0] > 0.0
+
+
+def test_step_that_takes_as_long_as_expected_is_no_stall() -> None:
+    desk = trained()
+    desk.submit(30, max_tokens=300)
+    due = desk.core._workers["w0"].ends_at()
+    desk.tick(due)
+    assert controller(desk).pressure.stalled_s == pytest.approx(0.0, abs=0.001)
+    desk.tick(due + 5.0)
+    assert controller(desk).pressure.stalled_s == pytest.approx(5.0, abs=0.1)
+
+
+def test_first_steps_of_a_service_are_left_to_the_watchdog() -> None:
+    desk = Desk(worker(max_num_seqs=2), overload=QUIET)
+    desk.submit(30, max_tokens=300)
+    desk.tick(desk.now + 9.0)
+    assert controller(desk).pressure.stalled_s == 0.0
