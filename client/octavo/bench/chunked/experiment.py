@@ -133,7 +133,11 @@ async def measure(config: ChunkedConfig, tell: Tell) -> Comparison:
             stack = Stack(
                 StackConfig(
                     model=config.model,
-                    scheduler_args=(flag, "--queue-timeout-standard-s", "none", *config.scheduler_args),
+                    # Nothing is refused for the stalls that are to be measured.
+                    scheduler_args=(
+                        *(flag, "--queue-timeout-standard-s", "none", "--no-overload-control"),
+                        *config.scheduler_args,
+                    ),
                     worker_args=(
                         *("--max-num-batched-tokens", str(config.max_num_batched_tokens)),
                         *("--max-num-seqs", str(config.concurrency + 8), *config.worker_args),
