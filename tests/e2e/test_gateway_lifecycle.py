@@ -91,7 +91,7 @@ async def test_queue_full_is_429_with_the_schedulers_delay() -> None:
     ("header", "code"),
     [
         ({"x-octavo-queue-timeout-ms": "0"}, "queue_timeout"),
-        ({"x-octavo-ttft-deadline-ms": "50"}, "ttft_deadline"),
+        ({"x-octavo-ttft-deadline-ms": "50"}, "deadline_queued"),
         ({"x-octavo-deadline-ms": "50"}, "deadline_queued"),
     ],
 )
