@@ -56,7 +56,7 @@ async def vllm_serve(*arguments: str, dtype: str = "auto") -> AsyncIterator[Vllm
     base_url = f"http://127.0.0.1:{port}"
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-vllm-serve-")))
-        model, dtype = _model_with_tokenizer(folder, dtype)
+        model, dtype = model_with_tokenizer(folder, dtype)
         environment = _environment()
         flags = (
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
@@ -93,7 +93,7 @@ def _start(log: Path, environment: dict[str, str], arguments: Sequence[str]) -> 
         return subprocess.Popen(command, env=environment, stdout=file, stderr=file)  # noqa: S603 - fixed
 
 
-def _model_with_tokenizer(folder: Path, wanted_dtype: str) -> tuple[Path, str]:
+def model_with_tokenizer(folder: Path, wanted_dtype: str) -> tuple[Path, str]:
     """Return the demo model's folder as vLLM serves it, and the type of its weights."""
     from worker_svc.models import resolve
     from worker_svc.runner.torch.gguf_file import open_gguf

@@ -24,6 +24,7 @@ from octavo.client import Client
 from octavo.scorecard import Measured, at_least, at_most, entry
 from octavo.scorecard import gateway_clients as clients
 from octavo.scorecard.measures.e2e import PROMPT, READY_S, running, until_idle
+from octavo.scorecard.vllm_server import model_with_tokenizer
 from octavo.stack import Child, Stack
 
 SIM: Final = ("--runner", "sim", "--sim-speed", "20", "--max-model-len", "512")
@@ -63,15 +64,8 @@ async def _open(stack: Stack, body: dict[str, Any]) -> tuple[asyncio.StreamReade
 )
 def clients_failing() -> Measured:
     """Their output is kept in build/gateway-clients."""
-    from worker_svc.models import resolve  # noqa: PLC0415 - the demo model is the worker's
-    from worker_svc.runner.torch.gguf_file import open_gguf  # noqa: PLC0415
-
     with tempfile.TemporaryDirectory(prefix="octavo-tokenizer-") as folder:
-        tokenizer = Path(folder)
-        text = open_gguf(resolve("demo", lambda what, fraction: None).path).text
-        for name, content in text.tokenizer_files.items():
-            (tokenizer / name).write_bytes(content)
-        (tokenizer / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        tokenizer, _ = model_with_tokenizer(Path(folder), "auto")
         with running(gateway_port=0) as stack:
             with Client(stack.endpoint) as client:
                 model = client.models()[0].id
