@@ -223,7 +223,9 @@ class ContinuousPlanner:
     def _in_reach(self, now: float, draft: Draft) -> list[Sequence]:
         """Return the waiting that this plan may consider: not what is late, nor what never fits."""
         worker = draft.worker
-        reach = max(1, worker.max_num_seqs - worker.num_seqs) + self._config.lookahead + 1
+        places = worker.max_num_seqs - worker.num_seqs
+        # Where nobody can be admitted, the first is told so and nobody else is asked.
+        reach = places + self._config.lookahead + 1 if places > 0 and draft.budget > 0 else 1
         found: list[Sequence] = []
         for sequence in self._pool.queue.order(now):
             if sequence.request.is_late(now) or self._is_hopeless(worker, sequence, now):

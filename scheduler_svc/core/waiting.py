@@ -89,9 +89,11 @@ class _Cursor:
     """What a pass over the queue has not yielded yet of one class."""
 
     def __init__(self, lane: Lane, aging_s: float) -> None:
+        self._lane = lane
         self._order = lane.order()
-        self._ages = lane.by_age()
-        self._oldest = next(self._ages)
+        self._ages: Iterator[Sequence] | None = None
+        """Begun when somebody asks: most passes end before a turn can come up."""
+        self._oldest: Sequence | None = None
         self._yielded: set[Sequence] = set()
         self._aging_s = aging_s
         self.left = len(lane)
@@ -105,7 +107,9 @@ class _Cursor:
 
     def due_at(self) -> float:
         """Return when the oldest that is left is old enough for a turn."""
-        while self._oldest in self._yielded:
+        if self._ages is None:
+            self._ages = self._lane.by_age()
+        while self._oldest is None or self._oldest in self._yielded:
             self._oldest = next(self._ages)
         return self._oldest.request.arrival + self._aging_s
 
