@@ -138,6 +138,7 @@ class Session:
             no_room = self._intake.refuse_at_once(message, self._stream)
             if no_room is not None:
                 self._outbox.refuse(message.request_id, no_room.to_proto())
+                self.top_up()
                 return
         record = self._intake.open(self._stream)
         error = self._refusal(message, in_credit=in_credit)
