@@ -88,6 +88,15 @@ async def test_a_seed_gives_the_same_windows_and_another_others() -> None:
     assert first.window(50) == again.window(50) != other.window(50)
 
 
+async def test_a_tokenizer_of_characters_has_windows_of_every_length() -> None:
+    class Characters:
+        async def pieces(self, text: str) -> list[str]:
+            return list(text)
+
+    corpus = await open_corpus(Characters(), seed=1)
+    assert [len(corpus.window(tokens)) for tokens in (1, 2, 3, 50)] == [1, 2, 3, 50]
+
+
 async def test_a_small_corpus_begins_again_and_an_impossible_window_is_refused() -> None:
     corpus = await open_corpus(Words(), 1, "Once upon a time there was a fox.")
     assert {corpus.window(2) for _ in range(50)} <= {
