@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -109,6 +110,9 @@ def model_with_tokenizer(folder: Path, wanted_dtype: str) -> tuple[Path, str]:
     text = open_gguf(model.path).text
     for name, content in text.tokenizer_files.items():
         (target / name).write_bytes(content)
+    # Without it vLLM knows no end of sequence, and takes each for a stop token that was asked for.
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", **text.special_tokens}
+    (target / "tokenizer_config.json").write_text(json.dumps(special))
     if text.chat_template is not None:
         (target / "chat_template.jinja").write_text(text.chat_template)
     return target, dtype
