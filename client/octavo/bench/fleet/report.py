@@ -192,6 +192,10 @@ def _survival(panel: Axes, outcomes: Sequence[Outcome], condition: str) -> None:
     panel.axhline(0.01, color="black", linewidth=0.8, linestyle=":")
     panel.annotate("P99", (0.11, 0.0107), fontsize=8)
     panel.xaxis.set_major_formatter("{x:g}")
+    # Within a decade matplotlib names the minor ticks too, one over the other.
+    panel.xaxis.set_minor_formatter(
+        lambda value, _: f"{value:g}" if round(value * 10) in {2, 5, 20, 50} else ""
+    )
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}" if value >= 0.01 else f"{value:.1%}")
     panel.set_xlabel("seconds to the first token")
     panel.set_title(CONDITIONS[condition], fontsize=10)
