@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from octavo.protocol.steps import Admit, Plan, Report, StepStatus
 from octavo.sampling import SamplingParams
 from octavo.scorecard import Measured, at_most, entry
+from octavo.scorecard.demo_engine import demo_engine, transformers_model
 
 if TYPE_CHECKING:
     from worker_svc.engine import Engine
@@ -21,7 +22,6 @@ NUM_PROMPTS: Final = 24
 LONGEST: Final = 1500
 NUM_TOKENS: Final = 64
 BATCH: Final = 32
-BLOCK_SIZE: Final = 16
 TIE: Final = 1e-3
 """The reference's two best logits may trade places when they are this close."""
 GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, seed=0)
@@ -46,7 +46,7 @@ class Comparison:
 )
 def parity() -> Measured:
     """Compare worker engine and runner with the reference."""
-    vocab_size, engine = _worker_engine()
+    vocab_size, engine = demo_engine(BATCH, LONGEST + NUM_TOKENS)
     prompts = draw_prompts(vocab_size)
     outputs: list[tuple[list[int], list[int]]] = []
     for prompt in prompts:
@@ -66,29 +66,6 @@ def draw_prompts(vocab_size: int) -> list[list[int]]:
     lengths = [round(LONGEST ** (n / (NUM_PROMPTS - 1))) for n in range(NUM_PROMPTS)]
     chance.shuffle(lengths)
     return [[chance.randrange(vocab_size) for _ in range(length)] for length in lengths]
-
-
-def _worker_engine() -> tuple[int, Engine]:
-    from worker_svc.engine import Engine, EngineConfig
-    from worker_svc.models import resolve
-    from worker_svc.runner.torch import TorchOptions, load
-
-    runner = load(resolve("demo", _ignore), TorchOptions(device="cpu", dtype="float32"), _ignore)
-    max_model_len = LONGEST + NUM_TOKENS
-    num_blocks = BATCH * -(-(max_model_len + 1) // BLOCK_SIZE)
-    runner.allocate(num_blocks, BLOCK_SIZE, 0)
-    config = EngineConfig(
-        block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
-        max_num_seqs=BATCH,
-        max_model_len=max_model_len,
-        eos_token_ids=runner.info.eos_token_ids,
-    )
-    return runner.info.vocab_size, Engine(runner, config)
-
-
-def _ignore(what: str, fraction: float) -> None:
-    """Show no progress."""
 
 
 @dataclass(slots=True)
@@ -143,7 +120,7 @@ def compare(outputs: list[tuple[list[int], list[int]]]) -> Comparison:
     """
     import torch
 
-    reference = _reference()
+    reference = transformers_model()
     comparison = Comparison()
     known: dict[tuple[int, ...], Any] = {}
     for prompt, output in outputs:
@@ -160,13 +137,3 @@ def compare(outputs: list[tuple[list[int], list[int]]]) -> Comparison:
             comparison.unexcused += token_id != expected and gap >= TIE
             comparison.excused += token_id != expected and gap < TIE
     return comparison
-
-
-def _reference() -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from worker_svc.demo_model import demo_model_path
-
-    path = demo_model_path()
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)

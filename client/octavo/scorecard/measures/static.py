@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from octavo.protocol.steps import Admit, Plan, Report, StepStatus
 from octavo.sampling import SamplingParams
 from octavo.scorecard import Measured, at_least, entry
+from octavo.scorecard.demo_engine import demo_engine, transformers_model
 
 if TYPE_CHECKING:
     from worker_svc.engine import Engine
@@ -20,7 +21,6 @@ BATCH: Final = 8
 SHORTEST: Final = 32
 LONGEST: Final = 128
 NUM_TOKENS: Final = 64
-BLOCK_SIZE: Final = 16
 ROUNDS: Final = 5
 GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, seed=0)
 
@@ -36,11 +36,11 @@ def static_vs_transformers() -> Measured:
     """Run the same batches through both in turn, and compare the medians."""
     import torch
 
-    vocab_size, engine = _static_engine()
+    vocab_size, engine = demo_engine(BATCH, LONGEST + NUM_TOKENS, static=True)
     chance = random.Random(8)
     lengths = [SHORTEST, LONGEST, *(chance.randint(SHORTEST, LONGEST) for _ in range(BATCH - 2))]
     prompts = [[chance.randrange(vocab_size) for _ in range(length)] for length in lengths]
-    reference = _reference()
+    reference = transformers_model()
     ours: list[float] = []
     theirs: list[float] = []
     steps = 1
@@ -60,32 +60,6 @@ def static_vs_transformers() -> Measured:
         "threads": torch.get_num_threads(),
     }
     return Measured(statistics.median(theirs) / statistics.median(ours), details)
-
-
-def _static_engine() -> tuple[int, Engine]:
-    """Return a worker's engine as the static arm has it: padded rows in contiguous memory."""
-    from worker_svc.engine import Engine, EngineConfig
-    from worker_svc.models import resolve
-    from worker_svc.runner.torch import TorchOptions, load
-
-    options = TorchOptions(device="cpu", dtype="float32", padded=True)
-    runner = load(resolve("demo", _ignore), options, _ignore)
-    max_model_len = LONGEST + NUM_TOKENS
-    num_blocks = BATCH * -(-(max_model_len + 1) // BLOCK_SIZE)
-    runner.allocate(num_blocks, BLOCK_SIZE, 0)
-    config = EngineConfig(
-        block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
-        max_num_seqs=BATCH,
-        max_model_len=max_model_len,
-        eos_token_ids=runner.info.eos_token_ids,
-        paged=False,
-    )
-    return runner.info.vocab_size, Engine(runner, config)
-
-
-def _ignore(what: str, fraction: float) -> None:
-    """Show no progress."""
 
 
 def _run(engine: Engine, prompts: list[list[int]], step: int) -> int:
@@ -118,16 +92,6 @@ def _check(reports: list[Report]) -> None:
     tokens = sum(len(report.token_ids) for report in reports)
     if tokens != BATCH * NUM_TOKENS:
         raise RuntimeError(f"{tokens} tokens came out, {BATCH * NUM_TOKENS} were asked for")
-
-
-def _reference() -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from worker_svc.demo_model import demo_model_path
-
-    path = demo_model_path()
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
 
 
 def _generate(reference: Any, prompts: list[list[int]]) -> None:
