@@ -6,7 +6,7 @@ and the blocks that no plan in flight may take. Cost grows with what changes, no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from octavo.protocol.steps import Admit, Plan
@@ -35,6 +35,8 @@ class Draft:
     """Blocks that may still be taken in this step; those that it releases come later."""
     admits: list[Admit] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    num_left: int = 0
+    """Waiting sequences that are left to better workers."""
     prefill: list[tuple[int, int]] = field(default_factory=list)
     skip: list[int] = field(default_factory=list)
     released: list[Sequence] = field(default_factory=list)
@@ -206,6 +208,7 @@ class ContinuousPlanner:
             if self.explain is not None:
                 self.explain(sequence, draft.worker, reason, figures)
             if reason == "better_worker":
+                draft.num_left += 1
                 continue
             if reason in {"blocks", "max_num_seqs"} and misses == 0:
                 self._make_room(draft, sequence, now, out)
@@ -220,15 +223,28 @@ class ContinuousPlanner:
             if misses > self._config.lookahead:
                 return
 
-    def _in_reach(self, now: float, draft: Draft) -> list[Sequence]:
-        """Return the waiting that this plan may consider: not what is late, nor what never fits."""
+    def _in_reach(self, now: float, draft: Draft) -> Iterator[Sequence]:
+        """Yield the waiting that this plan may consider, best first; the queue may change meanwhile.
+
+        Whoever is left to a better worker takes no place, so then as many others are asked again.
+        """
+        asked: set[Sequence] = set()
+        num_left = -1
+        while num_left != draft.num_left:
+            num_left = draft.num_left
+            some = self._next_in_reach(now, draft, asked)
+            asked.update(some)
+            yield from some
+
+    def _next_in_reach(self, now: float, draft: Draft, asked: set[Sequence]) -> list[Sequence]:
+        """Return as many as could matter of those not asked: not what is late, nor what never fits."""
         worker = draft.worker
         places = worker.max_num_seqs - worker.num_seqs
         # Where nobody can be admitted, the first is told so and nobody else is asked.
         reach = places + self._config.lookahead + 1 if places > 0 and draft.budget > 0 else 1
         found: list[Sequence] = []
         for sequence in self._pool.queue.order(now):
-            if sequence.request.is_late(now) or self._is_hopeless(worker, sequence, now):
+            if sequence in asked or sequence.request.is_late(now) or self._is_hopeless(worker, sequence, now):
                 continue
             if not self._pool.can_hold(worker, sequence):
                 if self.explain is not None:

@@ -115,15 +115,16 @@ def test_what_was_left_to_a_worker_that_dies_is_taken_by_another() -> None:
     desk.finish()
 
 
-def test_those_left_to_a_better_worker_do_not_keep_an_idle_one_from_what_it_could_run() -> None:
-    desk = Desk(worker(num_blocks=128), worker("w1", num_blocks=128), lookahead=0)
+@pytest.mark.parametrize("places", [1, 8])
+def test_those_left_to_a_better_worker_do_not_keep_an_idle_one_from_what_it_could_run(places: int) -> None:
+    desk = Desk(worker(num_blocks=128), worker("w1", num_blocks=128, max_num_seqs=places), lookahead=0)
     prefix = list(range(320))
     first = desk.submit(prefix, max_tokens=60)
     while len(desk.tokens.get((first, 0), ())) < 10:
         desk.answer("w0")
-    left = [desk.submit([*prefix, 7, count], max_tokens=4) for count in range(2)]
+    left = [desk.submit([*prefix, 7, count], max_tokens=4) for count in range(3)]
     other = desk.submit(5, max_tokens=4)
-    assert [desk.where(name) for name in (*left, other)] == [None, None, "w1"]
+    assert [desk.where(name) for name in (*left, other)] == [None, None, None, "w1"]
     desk.finish()
 
 
