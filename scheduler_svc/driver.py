@@ -8,6 +8,7 @@ one cancellation per request in it at most, each worker its reports for a window
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
@@ -39,6 +40,7 @@ from scheduler_svc.requests import LiveRequest
 
 _log = structlog.get_logger()
 
+_LOOP_TICK_S: Final = 0.001
 _WARNINGS: Final = frozenset({"worker_lost", "step_error", "level_changed"})
 
 
@@ -189,7 +191,9 @@ class Driver:
             self._timer = None
         due = self._core.next_wakeup()
         if due is not None:
-            self._timer = asyncio.get_running_loop().call_at(due, self._wake.set)
+            # Rounded up, as uvloop counts in milliseconds: too early, the core would have nothing to do.
+            delay_s = math.ceil((due - self._clock()) / _LOOP_TICK_S) * _LOOP_TICK_S
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._wake.set)
 
     # Effects -------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from typing import Final
 
@@ -44,7 +45,7 @@ class GenerationService:
     async def generate(self, request: pb.GenerateRequest | Malformed, context: Context) -> None:
         """Serve one request; what fails before its first event fails the call."""
         outbox = GenerateOutbox(self._max_backlog_bytes)
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         key = presented(context.invocation_metadata())
         stream = Stream(outbox, "generate", rpc_deadline(context, now), key)
         if not isinstance(request, Malformed):

@@ -77,7 +77,7 @@ class KeyFileWatch:
 
     def _complain(self, problem: str) -> None:
         """Say that the file is broken: when it breaks, and again and again while it is."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         if problem == self.problem and now < self._reminded_at + _REMIND_S:
             return
         self.problem = problem

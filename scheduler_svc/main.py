@@ -7,13 +7,14 @@ import gc
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, NoReturn
 
 import structlog
 from octavo.keys import KeyFile, KeyFileError
-from octavo.service import logs
+from octavo.service import event_loop, logs
 from octavo.service.address import AddressTaken, check_address
 from prometheus_client import disable_created_metrics, start_http_server
 
@@ -59,7 +60,7 @@ def run(settings: SchedulerSettings) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped library
     try:
-        return asyncio.run(_run(settings))
+        return event_loop.run(_run(settings))
     except AddressTaken as error:
         log.error("scheduler_cannot_start", reason=error.reason, problem=str(error))  # noqa: TRY400 - no bug
         return EXIT_ADDRESS_TAKEN
@@ -126,7 +127,7 @@ class SchedulerProcess:
     def __init__(self, settings: SchedulerSettings) -> None:
         self.scheduler_id = settings.scheduler_id or f"scheduler-{uuid.uuid4().hex[:12]}"
         self.metrics = Metrics()
-        self.accounts = Accounts(self.metrics, asyncio.get_running_loop().time)
+        self.accounts = Accounts(self.metrics, time.monotonic)
         self.driver = Driver(_make_core(settings), self.accounts, self.metrics)
         self.access = Access(self.metrics)
         self.tenants = Tenants(self.metrics)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -53,7 +53,7 @@ class SessionService:
     @answering
     async def session(self, incoming: AsyncIterator[Incoming], context: Context) -> None:
         """Serve one stream."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         session = Session(
             self._intake,
             self._driver,

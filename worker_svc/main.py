@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 import structlog
-from octavo.service import logs
+from octavo.service import event_loop, logs
 from octavo.service.address import AddressTaken, check_address
 
 from worker_svc.config import WorkerSettings
@@ -52,7 +52,7 @@ def run(settings: WorkerSettings) -> int:
         placement.enter(settings.tensor_parallel_size, settings.num_threads)
     worker = WorkerProcess(settings)
     try:
-        code = asyncio.run(worker.serve())
+        code = event_loop.run(worker.serve())
     except tuple(EXIT_CODES) as error:
         log.error("worker_cannot_start", reason=error.reason, problem=str(error))  # noqa: TRY400 # no bug, no trace
         code = EXIT_CODES[type(error)]

@@ -283,17 +283,21 @@ class SchedulerCore:
                     self._place(sequence, pool, now, out)
 
     def _place(self, sequence: Sequence, pool: ModelPool, now: float, out: list[Effect]) -> None:
-        """Wake an idle worker for a sequence unless it is better left to a busy one."""
-        idle = pool.idle_for(sequence)
-        if idle is None:
-            return
+        """Wake an idle worker for a sequence unless it is better left to a busy one.
+
+        The worker may take others that stand ahead of it: then it is the turn of the next one.
+        """
         # Batches of the control arm are not joined, so nothing is left to a busy worker there.
         static = self.config.static is not None
-        other = None if static else pool.better_elsewhere(idle, sequence, now)
-        if other is not None and other.in_flight:
-            pool.leave(sequence, other)
-        else:
+        while sequence.status is Status.WAITING and (idle := pool.idle_for(sequence)) is not None:
+            other = None if static else pool.better_elsewhere(idle, sequence, now)
+            if other is not None and other.in_flight:
+                pool.leave(sequence, other)
+                return
+            num_idle = len(pool.idle)
             self._plan_ahead(other or idle, now, out)
+            if len(pool.idle) == num_idle:
+                return
 
     def _plan_ahead(self, worker: WorkerState, now: float, out: list[Effect]) -> None:
         """Send the plans that are due now, and note when the next one is."""
