@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 from google.protobuf import empty_pb2, unknown_fields
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
+from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.errors import ServiceError
 
@@ -41,6 +42,37 @@ def lenient(kind: type[_M]) -> Callable[[bytes], _M | Malformed]:
             return Malformed(_diagnose(kind, data), _request_id(kind, data))
 
     return parse
+
+
+def parse_session(data: bytes) -> tuple[pb.SessionRequest | pb.GenerateRequest | Malformed, ...]:
+    """Return what a message of a Session brings: itself, or the requests that it carries together.
+
+    Of those, one that does not parse is no reason to lose the others.
+    """
+    try:
+        message = pb.SessionRequest.FromString(data)
+    except DecodeError:
+        apart = _requests_together(data)
+        if apart:
+            return tuple(map(lenient(pb.GenerateRequest), apart))
+        return (lenient(pb.SessionRequest)(data),)
+    return tuple(message.generate_many.requests) if message.HasField("generate_many") else (message,)
+
+
+def _requests_together(data: bytes) -> list[bytes]:
+    """Return the bytes of the requests that a message carries together, if any can be told apart."""
+    many = pb.SessionRequest.GENERATE_MANY_FIELD_NUMBER
+    requests = pb.GenerateRequests.REQUESTS_FIELD_NUMBER
+    try:
+        return [one for part in _parts(data, many) for one in _parts(part, requests)]
+    except DecodeError:
+        return []
+
+
+def _parts(data: bytes, number: int) -> list[bytes]:
+    """Return the bytes of each field of this number; raises DecodeError."""
+    fields: Any = unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(data))  # the stubs lag
+    return [one.data for one in fields if one.field_number == number and one.wire_type == _DELIMITED]
 
 
 def accept(message: _M | Malformed) -> _M:

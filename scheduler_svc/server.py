@@ -20,7 +20,7 @@ from scheduler_svc.driver import Driver
 from scheduler_svc.generation import GenerationService
 from scheduler_svc.intake import Intake
 from scheduler_svc.operations import PinService, StatusService
-from scheduler_svc.parsing import lenient
+from scheduler_svc.parsing import lenient, parse_session
 from scheduler_svc.rpc import Context, answering, rpc_deadline
 from scheduler_svc.session import Incoming, Session, SessionLimits
 
@@ -152,7 +152,7 @@ def _generation_methods(services: Services) -> dict[str, grpc.RpcMethodHandler[A
             generation.generate, lenient(pb.GenerateRequest), pb.GenerateEvent.SerializeToString
         ),
         "Session": grpc.stream_stream_rpc_method_handler(
-            services.sessions.session, lenient(pb.SessionRequest), pb.SessionEvent.SerializeToString
+            services.sessions.session, parse_session, pb.SessionEvent.SerializeToString
         ),
         "Tokenize": _unary(generation.tokenize, pb.TokenizeRequest, pb.TokenizeResponse),
         "Detokenize": _unary(generation.detokenize, pb.DetokenizeRequest, pb.DetokenizeResponse),

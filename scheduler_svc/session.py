@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from octavo.v1 import generation_pb2 as pb
 
@@ -17,7 +18,11 @@ from scheduler_svc.parsing import Malformed
 from scheduler_svc.requests import LiveRequest
 from scheduler_svc.rpc import Context
 
-Incoming = pb.SessionRequest | Malformed
+Part = pb.SessionRequest | pb.GenerateRequest | Malformed
+Incoming = tuple[Part, ...]
+"""What one message brings."""
+_AT_ONCE: Final = 16
+"""Requests of one message that are taken before others of the service have their turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +108,24 @@ class Session:
 
     async def _read(self, incoming: AsyncIterator[Incoming]) -> None:
         try:
-            async for message in incoming:
-                self._handle(message)
+            async for messages in incoming:
+                for number, message in enumerate(messages, 1):
+                    self._handle(message)
+                    if number % _AT_ONCE == 0:
+                        await asyncio.sleep(0)
                 self._messages += 1
         finally:
             self._reading = False
             self._outbox.wake()
 
-    def _handle(self, message: Incoming) -> None:
+    def _handle(self, message: Part) -> None:
         if isinstance(message, Malformed):
             self._spend_credit()
             self._intake.open(self._stream).end(message.error.reason)
             self._refuse(message.request_id, message.error)
+            return
+        if isinstance(message, pb.GenerateRequest):
+            self._generate(message)
             return
         match message.WhichOneof("message"):
             case "generate":

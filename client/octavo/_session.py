@@ -39,6 +39,8 @@ _MAX_DELAY_S: Final = 1.0
 # The loss of a stream older than this is a new trouble, not more of the last one.
 _SETTLED_S: Final = 5.0
 # A stream that ends with one of these may be made again.
+_TOGETHER_BYTES: Final = 1 << 18
+"""Requests that are sent in one message have this many bytes at most, unless one alone has more."""
 _RETRYABLE: Final = frozenset(
     {
         grpc.StatusCode.OK,
@@ -74,13 +76,13 @@ class Stream:
         self.opened_at = asyncio.get_running_loop().time()
         self._on_message = on_message
         self._on_lost = on_lost
-        self._outbox: deque[pb.SessionRequest] = deque()
+        self._outbox: deque[pb.SessionRequest | pb.GenerateRequest] = deque()
         self._filled = asyncio.Event()
         self._closing = False
         self._rpc = connection.generation.Session(None, metadata=connection.metadata)
         self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._write()))
 
-    def post(self, message: pb.SessionRequest) -> None:
+    def post(self, message: pb.SessionRequest | pb.GenerateRequest) -> None:
         """Send when those before are sent."""
         self._outbox.append(message)
         self._filled.set()
@@ -88,7 +90,7 @@ class Stream:
     def submit(self, call: Call, now: float) -> None:
         """Send a request, or what is left of it to do."""
         self.calls[call.request_id] = call
-        self.post(pb.SessionRequest(generate=call.to_send(now)))
+        self.post(call.to_send(now))
 
     async def close(self) -> None:
         """End the call and its connection."""
@@ -119,7 +121,24 @@ class Stream:
                 await self._filled.wait()
                 self._filled.clear()
                 while self._outbox:
-                    await self._rpc.write(self._outbox.popleft())
+                    await self._rpc.write(next_message(self._outbox))
+
+
+def next_message(outbox: deque[pb.SessionRequest | pb.GenerateRequest]) -> pb.SessionRequest:
+    """Take the next message out; requests that wait to be written at the same time go together."""
+    first = outbox.popleft()
+    if isinstance(first, pb.SessionRequest):
+        return first
+    together, size_bytes = [first], first.ByteSize()
+    while outbox and isinstance(another := outbox[0], pb.GenerateRequest):
+        size_bytes += another.ByteSize()
+        if size_bytes > _TOGETHER_BYTES:
+            break
+        together.append(another)
+        outbox.popleft()
+    if len(together) == 1:
+        return pb.SessionRequest(generate=first)
+    return pb.SessionRequest(generate_many=pb.GenerateRequests(requests=together))
 
 
 class Transport:

@@ -128,6 +128,27 @@ async def test_session_message_that_does_not_parse_fails_that_request_only(pair:
     await stack.status()
 
 
+async def test_session_requests_that_come_together_are_served_as_if_each_came_alone(pair: Pair) -> None:
+    stack, _ = pair
+    channel: Any = stack.channel
+    call = channel.stream_stream("/octavo.v1.Generation/Session")()
+    requests = [pb.GenerateRequest(request_id=f"r{index}", text=f"no {index}") for index in range(40)]
+    requests[7].text = "@@"
+    requests[8].model = "unknown"
+    together = pb.SessionRequest(generate_many=pb.GenerateRequests(requests=requests))
+    await call.write(together.SerializeToString().replace(b"@@", b"\xff\xfe"))
+    await call.done_writing()
+    text, errors = dict[str, str](), dict[str, str]()
+    async for data in call:
+        for event in pb.SessionEvent.FromString(data).events:
+            text[event.request_id] = text.get(event.request_id, "") + event.delta.text
+            if event.HasField("error"):
+                errors[event.request_id] = event.error.reason
+    assert errors == {"r7": "INVALID_REQUEST", "r8": "UNKNOWN_MODEL"}
+    assert all(text[f"r{index}"] == f"no {index}" for index in range(40) if index not in {7, 8})
+    await stack.status()
+
+
 async def test_session_live_request_id_cannot_be_used_again(pair: Pair) -> None:
     stack, worker = pair
     client = Client(stack)

@@ -378,6 +378,7 @@ class SessionRequest(google.protobuf.message.Message):
     GENERATE_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
     OPEN_FIELD_NUMBER: builtins.int
+    GENERATE_MANY_FIELD_NUMBER: builtins.int
     @property
     def generate(self) -> global___GenerateRequest: ...
     @property
@@ -386,18 +387,41 @@ class SessionRequest(google.protobuf.message.Message):
     def open(self) -> global___OpenSession:
         """First message of a session; optional."""
 
+    @property
+    def generate_many(self) -> global___GenerateRequests:
+        """Several requests, as if each had come in a message of its own, in this order. Costs both sides
+        a fraction of that.
+        """
+
     def __init__(
         self,
         *,
         generate: global___GenerateRequest | None = ...,
         cancel: global___CancelRequest | None = ...,
         open: global___OpenSession | None = ...,
+        generate_many: global___GenerateRequests | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "generate", b"generate", "message", b"message", "open", b"open"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "generate", b"generate", "message", b"message", "open", b"open"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["generate", "cancel", "open"] | None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "generate", b"generate", "generate_many", b"generate_many", "message", b"message", "open", b"open"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "generate", b"generate", "generate_many", b"generate_many", "message", b"message", "open", b"open"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["generate", "cancel", "open", "generate_many"] | None: ...
 
 global___SessionRequest = SessionRequest
+
+@typing.final
+class GenerateRequests(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GenerateRequest]: ...
+    def __init__(
+        self,
+        *,
+        requests: collections.abc.Iterable[global___GenerateRequest] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["requests", b"requests"]) -> None: ...
+
+global___GenerateRequests = GenerateRequests
 
 @typing.final
 class OpenSession(google.protobuf.message.Message):

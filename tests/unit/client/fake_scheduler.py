@@ -212,6 +212,9 @@ class FakeScheduler(pb_grpc.GenerationServicer):
                     session.outbox.put_nowait(pb.SessionEvent(credits=self.credits_per_session))
                 case "generate":
                     self._admit(message.generate, session)
+                case "generate_many":
+                    for request in message.generate_many.requests:
+                        self._admit(request, session)
                 case "cancel":
                     session.live.pop(message.cancel.request_id, None)
                     self.cancelled.append(message.cancel.request_id)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.parsing import Malformed, accept, lenient
+from scheduler_svc.parsing import Malformed, accept, lenient, parse_session
 
 
 def request(**fields: Any) -> pb.GenerateRequest:
@@ -22,7 +22,6 @@ def session(**generate: Any) -> pb.SessionRequest:
 
 
 parse_request = lenient(pb.GenerateRequest)
-parse_session = lenient(pb.SessionRequest)
 
 
 def spoiled(message: pb.GenerateRequest | pb.SessionRequest) -> bytes:
@@ -52,17 +51,26 @@ def test_field_that_is_not_utf8_is_named(message: pb.GenerateRequest, field: str
 
 
 def test_session_message_keeps_the_id_of_its_request() -> None:
-    parsed = parse_session(spoiled(session(request_id="r7", text="@@")))
+    (parsed,) = parse_session(spoiled(session(request_id="r7", text="@@")))
     assert isinstance(parsed, Malformed)
     assert (parsed.request_id, parsed.error.violations[0][0]) == ("r7", "text")
-    nameless = parse_session(spoiled(session(request_id="@@")))
+    (nameless,) = parse_session(spoiled(session(request_id="@@")))
     assert isinstance(nameless, Malformed)
     assert (nameless.request_id, nameless.error.violations[0][0]) == ("", "request_id")
 
 
+def test_of_requests_that_come_together_only_the_bad_one_is_lost() -> None:
+    requests = [request(request_id=name, text=text) for name, text in (("a", "x"), ("b", "@@"), ("c", "y"))]
+    message = pb.SessionRequest(generate_many=pb.GenerateRequests(requests=requests))
+    first, bad, last = parse_session(spoiled(message))
+    assert (first, last) == (requests[0], requests[2])
+    assert isinstance(bad, Malformed)
+    assert (bad.request_id, bad.error.violations[0][0]) == ("b", "text")
+
+
 @given(data=st.binary(max_size=200))
-def test_any_bytes_become_a_message_or_a_reason(data: bytes) -> None:
-    parsed = parse_session(data)
-    if isinstance(parsed, Malformed):
-        assert parsed.error.reason == "INVALID_REQUEST"
-        assert parsed.error.message
+def test_any_bytes_become_messages_or_reasons(data: bytes) -> None:
+    for parsed in parse_session(data):
+        if isinstance(parsed, Malformed):
+            assert parsed.error.reason == "INVALID_REQUEST"
+            assert parsed.error.message

@@ -28,7 +28,7 @@ TARGET_ITL_S = 0.040
 def _million() -> ChaosResult | str:
     """Run a million steps with random faults; return what came of it, or the promise that was broken."""
     try:
-        return Chaos(None, ChaosSetting(rate_per_s=7.0), seed=2026).run(MILLION)
+        return Chaos(None, ChaosSetting(rate_per_s=5.0), seed=2026).run(MILLION)
     except InvariantError as error:
         return str(error)
 
