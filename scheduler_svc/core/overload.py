@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from octavo.protocol.steps import Priority
 
-_WINDOW_S = 10.0
+_WINDOW_S = 5.0
 _MIN_PROMISES = 10.0
 """Predictions that must have come to an end lately before their failures say anything."""
 

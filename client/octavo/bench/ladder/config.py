@@ -62,7 +62,7 @@ class LadderConfig:
     gamma_cv: float = 2.0
     warm_up_s: float = 4.0
     """Sent and not measured, at the beginning of each cell."""
-    saturating_warm_up_s: float = 10.0
+    saturating_warm_up_s: float = 15.0
     """The same at the highest rung: until memory is full."""
     backlog: int = 64
     """Requests that are there at once when a cell of the highest rung begins. At 1.5 times its capacity a
@@ -72,7 +72,7 @@ class LadderConfig:
     model: str = "demo"
     runner: str = "torch"
     block_size: int = 4
-    num_blocks: int = 768
+    num_blocks: int = 512
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     context: int = 512
@@ -181,7 +181,7 @@ QUICK: Final = replace(
     repeats=2,
     budget_s=8 * 60.0,
     warm_up_s=3.0,
-    saturating_warm_up_s=8.0,
+    saturating_warm_up_s=12.0,
     batch_sizes=(4, 8),
     timeouts_s=(0.1, 0.5),
 )

@@ -30,6 +30,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--max-num-seqs", type=int, default=16, metavar="N", help="of the stack that is started (default 16)"
     )
     parser.add_argument(
+        "--worker-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="argument of the worker that is started; repeatable",
+    )
+    parser.add_argument(
         "--capacity", type=float, metavar="X", help="requests per second; by default it is measured"
     )
     parser.add_argument(
@@ -84,10 +91,10 @@ def _phases(text: str) -> tuple[float, float, float]:
 
 def _start(stack: ExitStack, arguments: argparse.Namespace) -> str:
     """Start scheduler and worker; return where they are."""
-    seats = ["--max-num-seqs", str(arguments.max_num_seqs)]
+    flags = ["--max-num-seqs", str(arguments.max_num_seqs), *arguments.worker_arg]
     if arguments.model == "sim":
-        seats += ["--runner", "sim"]
-    child = stack.enter_context(Stack(StackConfig(model=arguments.model, worker_args=seats)))
+        flags += ["--runner", "sim"]
+    child = stack.enter_context(Stack(StackConfig(model=arguments.model, worker_args=flags)))
     try:
         with output.ProgressLine() as line:
             child.wait_ready(on_progress=line)
