@@ -128,6 +128,24 @@ def test_those_left_to_a_better_worker_do_not_keep_an_idle_one_from_what_it_coul
     desk.finish()
 
 
+def test_sequence_whose_worker_took_a_sibling_instead_is_not_forgotten() -> None:
+    desk = Desk(
+        worker(num_blocks=96, max_num_batched_tokens=128),
+        worker("w1", num_blocks=80, max_num_seqs=1, max_num_batched_tokens=512),
+        worker("w2", num_blocks=70, max_num_seqs=4, max_num_batched_tokens=64),
+        window=1,
+        lookahead=0,
+        chunked_prefill=False,
+        prefix_caching=False,
+    )
+    first = desk.submit(22, max_tokens=4)
+    assert desk.where(first) == "w0"
+    # The desk checks that no worker sleeps beside work that it could do.
+    siblings = desk.submit(306, max_tokens=4, n=3)
+    assert "w1" in {desk.where(siblings, choice) for choice in range(3)}
+    desk.finish()
+
+
 class Promoting(SimWorker):
     """Its first steps compute nothing: the blocks of what it runs are on their way from the host."""
 
