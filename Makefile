@@ -6,8 +6,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Fast first: a fault shows in seconds where it can.
 TESTS := $(wildcard tests/unit tests/sim tests/e2e tests/perf)
 
+MACHINES := tests/sim/test_state_machine.py tests/unit/worker/test_engine_machine.py \
+  tests/unit/worker/kv/test_memory_machine.py
+
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm clients demo test lint format proto scorecard clean
+.PHONY: help setup vllm clients demo test explore lint format proto scorecard clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +45,9 @@ demo: .venv/.installed ## run the whole stack, ask it one question, stop it
 
 test: .venv/.installed ## run the tests (ARGS="..." for pytest)
 	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),$(TESTS))
+
+explore: .venv/.installed ## look for faults with examples that were never tried (RUNS=10)
+	@for run in $$(seq $(or $(RUNS),10)); do OCTAVO_EXPLORE=1 $(BIN)/python -m pytest -q $(MACHINES) || exit 1; done
 
 lint: .venv/.installed ## check style, types, contract and generated code
 	$(BIN)/ruff check .

@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 from worker_svc.runner.vllm.installed import SUPPORTED_VERSION, installed_version
 
 REQUIRE_VLLM = "OCTAVO_REQUIRE_VLLM"
+
+# The same examples each time, so that a change is judged by what it changes. `make explore` looks for others.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("explore", print_blob=True)
+settings.load_profile("explore" if os.environ.get("OCTAVO_EXPLORE") else "repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
