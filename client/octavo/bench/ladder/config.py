@@ -72,7 +72,7 @@ class LadderConfig:
     model: str = "demo"
     runner: str = "torch"
     block_size: int = 4
-    num_blocks: int = 512
+    num_blocks: int = 384
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     context: int = 512
