@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -20,6 +21,21 @@ LADDER = (
 pytestmark = pytest.mark.slow
 
 
+def trace(folder: Path) -> Path:
+    """Make a trace like the public one, which is not at hand everywhere."""
+    folder.mkdir()
+    rng = random.Random(1)
+    rows = [
+        f"2023-11-16 18:{i // 600 % 60:02d}:{i // 10 % 60:02d}.{i % 10}000000,"
+        f"{rng.randint(200, 2400)},{rng.randint(40, 400)}\n"
+        for i in range(5000)
+    ]
+    (folder / "azure_llm_2023_conv.csv").write_text(
+        "".join(["TIMESTAMP,ContextTokens,GeneratedTokens\n", *rows])
+    )
+    return folder
+
+
 def resume(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*LADDER[:5], "--resume", str(folder)], capture_output=True, text=True, timeout=240, check=False
@@ -33,16 +49,22 @@ def report_of(folder: Path) -> dict[str, Any]:
 
 def test_ladder_that_is_interrupted_has_a_partial_report_and_goes_on_where_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "ladder"
-    process = subprocess.Popen(
-        [*LADDER, "--out", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    give_up_at = time.monotonic() + 240
-    while not list(folder.glob("cells/*.json")):
-        assert process.poll() is None, process.stdout.read() if process.stdout else ""
-        assert time.monotonic() < give_up_at
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    with subprocess.Popen(
+        [*LADDER, "--traces", str(trace(tmp_path / "traces")), "--out", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            give_up_at = time.monotonic() + 240
+            while not list(folder.glob("cells/*.json")):
+                assert process.poll() is None, process.stdout.read() if process.stdout else ""
+                assert time.monotonic() < give_up_at
+                time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
 
     assert process.returncode == 130
     assert f"--resume {folder}" in said
