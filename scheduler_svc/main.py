@@ -39,7 +39,7 @@ from scheduler_svc.server import SchedulerServer, Services, SessionService
 from scheduler_svc.session import SessionLimits
 from scheduler_svc.status import StatusBoard
 from scheduler_svc.tenants import Tenants
-from scheduler_svc.tokenizer_pool import TokenizerPool
+from scheduler_svc.tokenizer_pool import MAX_PENDING, TokenizerPool
 from scheduler_svc.worker_link import Epochs, LinkContext
 
 log = structlog.get_logger()
@@ -135,7 +135,9 @@ class SchedulerProcess:
         if settings.key_file is not None:
             self._key_file = KeyFileWatch(settings.key_file, self.metrics, self._keys_changed)
             self._key_file.load()
-        self.pool = TokenizerPool(settings.tokenizer_processes, settings.tokenizer_timeout_s)
+        # What may wait in the queue may also come all at once.
+        max_pending = max(MAX_PENDING, settings.max_waiting_requests)
+        self.pool = TokenizerPool(settings.tokenizer_processes, settings.tokenizer_timeout_s, max_pending)
         self.models = ModelRegistry(self.pool)
         self._settings = settings
         self._stop: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()

@@ -36,7 +36,7 @@ from scheduler_svc.tokenizer_child import HEADER
 _log = structlog.get_logger()
 
 _LARGE_BYTES: Final = 64 * 1024
-_MAX_PENDING: Final = 1024
+MAX_PENDING: Final = 1024
 _MAX_PENDING_BYTES: Final = 64 << 20
 # All children may have died for reasons of their own before one gets to work on a job.
 _MAX_ATTEMPTS: Final = 3
@@ -139,8 +139,9 @@ class _Child:
 class TokenizerPool:
     """Runs jobs on child processes. With two or more, large inputs leave the first one free."""
 
-    def __init__(self, size: int, timeout_s: float) -> None:
+    def __init__(self, size: int, timeout_s: float, max_pending: int = MAX_PENDING) -> None:
         self._timeout_s = timeout_s
+        self._max_pending = max_pending
         self._specs: dict[str, TextSpec] = {}
         self._small: deque[_Ticket] = deque()
         self._large: deque[_Ticket] = deque()
@@ -192,7 +193,9 @@ class TokenizerPool:
 
     async def _run(self, job: Job, size_bytes: int) -> object:
         pending = len(self._small) + len(self._large)
-        if pending >= _MAX_PENDING or (pending and self._pending_bytes + size_bytes > _MAX_PENDING_BYTES):
+        if pending >= self._max_pending or (
+            pending and self._pending_bytes + size_bytes > _MAX_PENDING_BYTES
+        ):
             raise ServiceError("QUEUE_FULL", "too many prompts wait to be tokenized", retry_after_s=1.0)
         ticket = _Ticket(job, size_bytes, asyncio.get_running_loop().create_future())
         self._enqueue(ticket)

@@ -76,6 +76,26 @@ async def test_refused_for_load_says_when_to_come_back_and_touches_no_tokenizer(
         await until(worker.is_empty)
 
 
+async def test_burst_that_the_queue_has_room_for_is_not_refused_on_its_way_there() -> None:
+    flags = {"max_waiting_requests": 1500, "max_session_requests": 2000, "overload_control": False}
+    async with one_worker(ONE_SEAT, **flags) as (stack, worker):
+        calls = await occupy(stack, worker, 1)
+        session = stack.generation.Session()
+        burst = [request(request_id=str(number), text="room") for number in range(1400)]
+        await session.write(pb.SessionRequest(generate_many=pb.GenerateRequests(requests=burst)))
+        accepted = 0
+        while accepted < 1400:
+            message = await session.read()
+            for event in message.events:
+                assert event.HasField("accepted"), event
+                accepted += 1
+        session.cancel()
+        for call in calls:
+            call.cancel()
+        worker.gate.open()
+        await until(worker.is_empty)
+
+
 async def test_level_is_told_in_status_metadata_and_events_and_trims_who_allows_it() -> None:
     flags = {
         "max_waiting_requests": 10,

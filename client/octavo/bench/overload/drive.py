@@ -86,7 +86,8 @@ async def calibrate(target: Target, mix: Mix, concurrency: int, seconds: float) 
     alone = await drive(target, mix, Closed(1), seconds=seconds / 2, seed=1)
     answered = [one for one in alone.requests if one.outcome is Outcome.OK][1:]
     if not answered:
-        raise BenchError(f"the service answers nothing: {alone.requests[0].reason}")
+        said = alone.requests[0].reason or f"{seconds / 2:g} s are too short for a second answer"
+        raise BenchError(f"the service cannot be measured unloaded: {said}")
     full = await drive(target, mix, Closed(concurrency), warm_up_s=seconds / 4, seconds=seconds, seed=2)
     # By when they ended: those under way at both ends of the window cancel out.
     ended = sum(

@@ -132,7 +132,7 @@ async def goodput_vs_vllm() -> Measured:
         _stack("--runner", "vllm", *_SEATS_FLAGS, *_VLLM) as stack,
         OctavoTarget(stack.endpoint) as target,
     ):
-        measured = await calibrate(target, Mix(), 2 * SEATS, CALIBRATE_S)
+        measured = await calibrate(target, Mix(), 2 * SEATS, 2 * CALIBRATE_S)
         rate = 2 * measured.capacity_per_s
         rows["octavo"] = _figures(await at_load(target, _mix(), rate, WINDOW_S), measured)
     for name, flags in (
