@@ -38,9 +38,9 @@ _FIRST_DELAY_S: Final = 0.05
 _MAX_DELAY_S: Final = 1.0
 # The loss of a stream older than this is a new trouble, not more of the last one.
 _SETTLED_S: Final = 5.0
-# A stream that ends with one of these may be made again.
+# Requests that are sent in one message have this many bytes at most, unless one alone has more.
 _TOGETHER_BYTES: Final = 1 << 18
-"""Requests that are sent in one message have this many bytes at most, unless one alone has more."""
+# A stream that ends with one of these may be made again.
 _RETRYABLE: Final = frozenset(
     {
         grpc.StatusCode.OK,

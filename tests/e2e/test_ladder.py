@@ -85,10 +85,11 @@ def test_ladder_that_is_interrupted_has_a_partial_report_and_goes_on_where_it_wa
     assert all((folder / "cells" / name).stat().st_mtime_ns == at for name, at in done.items())
     assert len(whole["environments"]) == 2
 
-    # How much they differ depends on how busy this machine is; paged memory is used better in any case.
+    # The simulated model is the same for both, so what differs is how it is fed.
     comparison = whole["comparison"]
-    assert comparison["throughput_ratio"]["value"] > 0
-    assert comparison["kv_use_paged"] > comparison["kv_use_static"] > 0
+    assert comparison["throughput_ratio"]["value"] > 1.5
+    # How full the pool gets depends on what blocks the head of the queue; the control gets nowhere near.
+    assert comparison["kv_use_paged"] > 2 * comparison["kv_use_static"] > 0
     subject = next(one for one in whole["figures"] if one["arm"] == "continuous-chunked")
     assert subject["outcomes"]["ok"] > 0
     assert "error" not in subject["outcomes"]
