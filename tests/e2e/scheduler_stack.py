@@ -239,10 +239,13 @@ async def until(condition: Any, what: str = "condition") -> None:
 
 @asynccontextmanager
 async def scheduler(*workers: str, **flags: object) -> AsyncIterator[Stack]:
-    """Run a scheduler for these workers."""
-    settings = SchedulerSettings.load(
-        {"listen": "127.0.0.1:0", "metrics_port": None, "workers": workers, **flags}
-    )
+    """Run a scheduler for these workers.
+
+    Unless a test asks for it, nothing is refused for load: on a slow machine the level would rise by
+    itself, and tests that are about something else would find their requests shed.
+    """
+    given = {"listen": "127.0.0.1:0", "metrics_port": None, "overload_control": False, "workers": workers}
+    settings = SchedulerSettings.load({**given, **flags})
     process = SchedulerProcess(settings)
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(process.serve(listening))

@@ -268,6 +268,7 @@ async def _is_up(http: httpx.AsyncClient) -> bool:
 
 async def test_what_load_took_from_a_request_is_in_headers_and_usage() -> None:
     flags = {
+        "overload_control": True,
         "max_waiting_requests": 10,
         "level_backlog": "0.3,none,none,none",
         "level_wait": "none,none,none,none",

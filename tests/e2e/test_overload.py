@@ -46,7 +46,7 @@ async def refused(stack: Stack, **fields: Any) -> common_pb2.Error:
 
 
 async def test_refused_for_load_says_when_to_come_back_and_touches_no_tokenizer() -> None:
-    async with one_worker(ONE_SEAT, max_waiting_requests=3, overload_control=False) as (stack, worker):
+    async with one_worker(ONE_SEAT, max_waiting_requests=3) as (stack, worker):
         calls = await occupy(stack, worker, 3)
         jobs = 0
 
@@ -77,7 +77,7 @@ async def test_refused_for_load_says_when_to_come_back_and_touches_no_tokenizer(
 
 
 async def test_burst_that_the_queue_has_room_for_is_not_refused_on_its_way_there() -> None:
-    flags = {"max_waiting_requests": 1500, "max_session_requests": 2000, "overload_control": False}
+    flags = {"max_waiting_requests": 1500, "max_session_requests": 2000}
     async with one_worker(ONE_SEAT, **flags) as (stack, worker):
         calls = await occupy(stack, worker, 1)
         session = stack.generation.Session()
@@ -98,6 +98,7 @@ async def test_burst_that_the_queue_has_room_for_is_not_refused_on_its_way_there
 
 async def test_level_is_told_in_status_metadata_and_events_and_trims_who_allows_it() -> None:
     flags = {
+        "overload_control": True,
         "max_waiting_requests": 10,
         "level_backlog": "0.3,none,none,none",
         "level_wait": "none,none,none,none",
@@ -149,6 +150,7 @@ async def test_level_is_told_in_status_metadata_and_events_and_trims_who_allows_
 
 async def test_classes_are_shed_from_below_and_a_paced_session_gets_no_credits_meanwhile() -> None:
     flags = {
+        "overload_control": True,
         "max_waiting_requests": 10,
         "level_backlog": "0.1,0.2,none,none",
         "level_wait": "none,none,none,none",
@@ -178,7 +180,7 @@ async def test_classes_are_shed_from_below_and_a_paced_session_gets_no_credits_m
 
 
 async def test_half_of_the_clients_giving_up_while_queued_costs_nothing_and_leaks_nothing() -> None:
-    async with one_worker(ONE_SEAT, max_waiting_requests=40, overload_control=False) as (stack, worker):
+    async with one_worker(ONE_SEAT, max_waiting_requests=40) as (stack, worker):
         calls = await occupy(stack, worker, 40)
         assert (await refused(stack, text="no room")).reason == "QUEUE_FULL"
         for call in calls[1::2]:
@@ -200,7 +202,7 @@ async def test_half_of_the_clients_giving_up_while_queued_costs_nothing_and_leak
 
 async def test_accounts_close_at_every_instant_under_a_mixed_overload() -> None:
     rng = random.Random(6)
-    async with one_worker({"max_num_seqs": 2}, max_waiting_requests=8) as (stack, _):
+    async with one_worker({"max_num_seqs": 2}, overload_control=True, max_waiting_requests=8) as (stack, _):
         accounts = stack.process.accounts
         checks = 0
 
