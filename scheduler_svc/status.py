@@ -179,6 +179,10 @@ def _fill_worker(proto: operations_pb2.WorkerStatus, worker: WorkerSnapshot) -> 
     if pool.active:
         # Sequences that wait for the same blocks from the host each count them as unused.
         proto.pool.internal_fragmentation = min(1.0, pool.unused_slots / (pool.active * block_size))
+    proto.pool.step_active = pool.step_active
+    if pool.step_active:
+        slots = pool.step_active * block_size
+        proto.pool.step_internal_fragmentation = min(1.0, pool.step_unused_slots / slots)
     if pool.free and pool.largest_free_run:
         proto.pool.external_fragmentation = 1 - pool.largest_free_run / pool.free
     if (copies := pool.copies) is not None:

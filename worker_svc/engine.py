@@ -24,7 +24,7 @@ from worker_svc.execution import Outcome, execute
 from worker_svc.faults import FaultKind, Faults
 from worker_svc.kv.contiguous import ContiguousMemory
 from worker_svc.kv.errors import OutOfBlocks
-from worker_svc.kv.memory import KvMemory, PinOutcome, Placement
+from worker_svc.kv.memory import NO_STEP, KvMemory, PinOutcome, Placement, StepUse
 from worker_svc.kv.paged import PagedMemory
 from worker_svc.kv.pool import BlockPool
 from worker_svc.live import Live, live_from
@@ -79,6 +79,7 @@ class Engine:
         self._roster = Roster(self.memory, config.block_size)
         self._copies = TierCopies(runner, self.memory, config.promote_blocks_per_step)
         self._step = Step(0)
+        self._step_use = NO_STEP
         self._cancelled: list[int] = []
         self._cancelled_early: set[int] = set()
         """Cancelled before the plan that admits them was applied."""
@@ -123,7 +124,7 @@ class Engine:
 
     def pool_report(self) -> PoolReport:
         """Return the pool's figures of now."""
-        return self.memory.report(self._roster.unused_slots)
+        return self.memory.report(self._roster.unused_slots, self._step_use)
 
     def check_integrity(self) -> None:
         """Verify every invariant from scratch.
@@ -175,6 +176,8 @@ class Engine:
         """Settle what the runner computed for the plan begun last, and report."""
         step, roster = self._step, self._roster
         step.errors = outcome.errors
+        active = self.memory.num_active
+        roster.dropped_unused_slots = 0
         if outcome.failed:
             step.status = StepStatus.FAILED
             self._failed_step = step.number
@@ -185,6 +188,7 @@ class Engine:
             roster.settle(outcome, step)
             step.take_logprobs(outcome.logprobs)
             self.memory.cost.executed(step.num_decodes, step.num_prefill_tokens, times.execute_s * 1e6)
+        self._step_use = StepUse(active, roster.unused_slots + roster.dropped_unused_slots)
         return step.report(self.memory, self.pool_report(), (len(roster.live), roster.digest), times)
 
     def _release(self, released: Iterable[int], step: Step) -> None:

@@ -31,6 +31,8 @@ class Roster:
         """Handles that the runner may forget."""
         self.unused_slots = 0
         """Token slots of their blocks that hold nothing."""
+        self.dropped_unused_slots = 0
+        """The same of sequences that were dropped, since their last step began to be settled."""
         self._memory = memory
         self._block_size = block_size
         self._digest = 0
@@ -69,7 +71,9 @@ class Roster:
         self.removed.append(handle)
         sequence = live.sequence
         self._digest -= handle * len(sequence.token_ids)
-        self.unused_slots -= live.capacity - sequence.num_computed_tokens
+        unused = live.capacity - sequence.num_computed_tokens
+        self.unused_slots -= unused
+        self.dropped_unused_slots += unused
         self._memory.release(sequence.block_table)
         return True
 

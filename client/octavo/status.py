@@ -44,6 +44,9 @@ class PoolStatus:
     copy_in_us_per_block: float
     recompute_saved_tokens: int
     copies_skipped_blocks: int
+    step_active: int
+    """Blocks that were active while the last step ran: with what it finished."""
+    step_internal_fragmentation: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,10 @@ async def test_status_says_what_the_blocks_of_a_running_sequence_hold() -> None:
     assert during.free + during.evictable + during.active == during.total
     assert during.internal_fragmentation == pytest.approx((blocks * BLOCK - CHARACTERS) / (blocks * BLOCK))
     assert during.external_fragmentation == 0.0
+    assert (during.step_active, during.step_internal_fragmentation) == (
+        during.active,
+        during.internal_fragmentation,
+    )
     assert (during.host_total, during.copied_out_bytes, during.copy_out_us_per_block) == (0, 0, 0.0)
 
 

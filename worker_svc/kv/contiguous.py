@@ -9,7 +9,7 @@ from octavo.protocol.steps import KeyEvents, PoolReport, RefuseReason
 
 from worker_svc.kv.cost import CopyCost
 from worker_svc.kv.errors import DoubleFree, OutOfBlocks, require
-from worker_svc.kv.memory import Arrival, Match, PinOutcome, Placement, Promotion
+from worker_svc.kv.memory import NO_STEP, Arrival, Match, PinOutcome, Placement, Promotion, StepUse
 from worker_svc.kv.runs import FreeRuns
 
 
@@ -100,14 +100,21 @@ class ContiguousMemory:
         """Nothing is cached."""
         return [], []
 
-    def report(self, unused_slots: int) -> PoolReport:
-        """Return the figures of now."""
+    @property
+    def num_active(self) -> int:
+        """Blocks that sequences hold."""
+        return self._num_blocks - self._free.num_free
+
+    def report(self, unused_slots: int, step: StepUse = NO_STEP) -> PoolReport:
+        """Return the figures of now, and those of the last step."""
         return PoolReport(
             free=self._free.num_free,
             evictable=0,
-            active=self._num_blocks - self._free.num_free,
+            active=self.num_active,
             largest_free_run=self._free.longest,
             unused_slots=unused_slots,
+            step_active=step.active,
+            step_unused_slots=step.unused_slots,
             miss_tokens=self._miss_tokens,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from octavo.protocol.steps import KeyEvents, PoolReport, RefuseReason
 
@@ -25,6 +25,19 @@ class Arrival:
     """Indices of blocks that did not come and that another sequence computes."""
     withdrawn: bool = False
     """The sequence is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepUse:
+    """What was in use while a step ran, before what it finished was freed."""
+
+    active: int = 0
+    """Blocks that sequences held."""
+    unused_slots: int = 0
+    """Of these, token slots that held nothing when the step had run."""
+
+
+NO_STEP: Final = StepUse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +156,12 @@ class KvMemory(Protocol):
     def cached_keys(self) -> tuple[list[bytes], list[bytes]]:
         """Return the keys on the device and in the host tier."""
 
-    def report(self, unused_slots: int) -> PoolReport:
-        """Return the figures of now."""
+    @property
+    def num_active(self) -> int:
+        """Blocks that sequences hold."""
+
+    def report(self, unused_slots: int, step: StepUse = NO_STEP) -> PoolReport:
+        """Return the figures of now, and those of the last step."""
 
     def check_integrity(self, held: Mapping[int, int]) -> None:
         """Verify every invariant, given how many sequences hold each block."""

@@ -12,7 +12,7 @@ from worker_svc.kv.cost import CopyCost
 from worker_svc.kv.errors import OutOfBlocks, require
 from worker_svc.kv.host import HostTier
 from worker_svc.kv.ledger import KeyLedger, Tier
-from worker_svc.kv.memory import Arrival, Match, PinOutcome, Placement, Promotion
+from worker_svc.kv.memory import NO_STEP, Arrival, Match, PinOutcome, Placement, Promotion, StepUse
 from worker_svc.kv.pins import Pins
 from worker_svc.kv.pool import BlockPool, EvictedBlock
 
@@ -205,8 +205,13 @@ class PagedMemory:
         """Return the keys on the device and in the host tier."""
         return list(self._pool.keys), [key for key in self._host.keys if key not in self._pool]
 
-    def report(self, unused_slots: int) -> PoolReport:
-        """Return the figures of now."""
+    @property
+    def num_active(self) -> int:
+        """Blocks that sequences hold."""
+        return self._pool.num_active
+
+    def report(self, unused_slots: int, step: StepUse = NO_STEP) -> PoolReport:
+        """Return the figures of now, and those of the last step."""
         pool = self._pool
         return PoolReport(
             free=pool.num_free,
@@ -216,6 +221,8 @@ class PagedMemory:
             host_free=self._host.num_free,
             largest_free_run=pool.largest_free_run,
             unused_slots=unused_slots,
+            step_active=step.active,
+            step_unused_slots=step.unused_slots,
             hit_tokens=self._hit_tokens,
             miss_tokens=self._miss_tokens,
             host_hit_tokens=self._host_hit_tokens,

@@ -168,6 +168,10 @@ class PoolReport:
     host_free: int = 0
     largest_free_run: int = 0
     unused_slots: int = 0
+    step_active: int = 0
+    """Active while the step ran: with what it finished, which is free now."""
+    step_unused_slots: int = 0
+    """Of these, token slots that held nothing when it had run."""
     hit_tokens: int = 0
     miss_tokens: int = 0
     host_hit_tokens: int = 0

@@ -593,6 +593,8 @@ class PoolStatus(google.protobuf.message.Message):
     COPY_IN_US_PER_BLOCK_FIELD_NUMBER: builtins.int
     RECOMPUTE_SAVED_TOKENS_FIELD_NUMBER: builtins.int
     COPIES_SKIPPED_BLOCKS_FIELD_NUMBER: builtins.int
+    STEP_ACTIVE_FIELD_NUMBER: builtins.int
+    STEP_INTERNAL_FRAGMENTATION_FIELD_NUMBER: builtins.int
     total: builtins.int
     free: builtins.int
     evictable: builtins.int
@@ -620,6 +622,12 @@ class PoolStatus(google.protobuf.message.Message):
     """Tokens that came back from the host tier instead of being computed again, since start."""
     copies_skipped_blocks: builtins.int
     """Blocks that were not copied because computing them again was cheaper, since start."""
+    step_active: builtins.int
+    """Active while the last step ran: with what it finished, which is free since. The rest of the pool
+    was idle for as long as the step took.
+    """
+    step_internal_fragmentation: builtins.float
+    """Of these, token slots that held nothing when it had run, over all their slots."""
     def __init__(
         self,
         *,
@@ -643,8 +651,10 @@ class PoolStatus(google.protobuf.message.Message):
         copy_in_us_per_block: builtins.float = ...,
         recompute_saved_tokens: builtins.int = ...,
         copies_skipped_blocks: builtins.int = ...,
+        step_active: builtins.int = ...,
+        step_internal_fragmentation: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["active", b"active", "block_size", b"block_size", "copied_in_bytes", b"copied_in_bytes", "copied_out_bytes", b"copied_out_bytes", "copies_skipped_blocks", b"copies_skipped_blocks", "copy_in_us_per_block", b"copy_in_us_per_block", "copy_out_us_per_block", b"copy_out_us_per_block", "evictable", b"evictable", "external_fragmentation", b"external_fragmentation", "free", b"free", "hit_tokens", b"hit_tokens", "host_free", b"host_free", "host_hit_tokens", b"host_hit_tokens", "host_total", b"host_total", "internal_fragmentation", b"internal_fragmentation", "largest_free_run", b"largest_free_run", "miss_tokens", b"miss_tokens", "pinned", b"pinned", "recompute_saved_tokens", b"recompute_saved_tokens", "total", b"total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["active", b"active", "block_size", b"block_size", "copied_in_bytes", b"copied_in_bytes", "copied_out_bytes", b"copied_out_bytes", "copies_skipped_blocks", b"copies_skipped_blocks", "copy_in_us_per_block", b"copy_in_us_per_block", "copy_out_us_per_block", b"copy_out_us_per_block", "evictable", b"evictable", "external_fragmentation", b"external_fragmentation", "free", b"free", "hit_tokens", b"hit_tokens", "host_free", b"host_free", "host_hit_tokens", b"host_hit_tokens", "host_total", b"host_total", "internal_fragmentation", b"internal_fragmentation", "largest_free_run", b"largest_free_run", "miss_tokens", b"miss_tokens", "pinned", b"pinned", "recompute_saved_tokens", b"recompute_saved_tokens", "step_active", b"step_active", "step_internal_fragmentation", b"step_internal_fragmentation", "total", b"total"]) -> None: ...
 
 global___PoolStatus = PoolStatus
 

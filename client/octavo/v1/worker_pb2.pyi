@@ -829,6 +829,8 @@ class PoolReport(google.protobuf.message.Message):
     MISS_TOKENS_FIELD_NUMBER: builtins.int
     HOST_HIT_TOKENS_FIELD_NUMBER: builtins.int
     COPIES_FIELD_NUMBER: builtins.int
+    STEP_ACTIVE_FIELD_NUMBER: builtins.int
+    STEP_UNUSED_SLOTS_FIELD_NUMBER: builtins.int
     free: builtins.int
     evictable: builtins.int
     active: builtins.int
@@ -841,6 +843,10 @@ class PoolReport(google.protobuf.message.Message):
     """Since start, in tokens."""
     miss_tokens: builtins.int
     host_hit_tokens: builtins.int
+    step_active: builtins.int
+    """Active while the step ran: with what it finished, which is free now."""
+    step_unused_slots: builtins.int
+    """Of these, token slots that held nothing when it had run."""
     @property
     def copies(self) -> global___TierCopies:
         """Absent without a host tier."""
@@ -859,9 +865,11 @@ class PoolReport(google.protobuf.message.Message):
         miss_tokens: builtins.int = ...,
         host_hit_tokens: builtins.int = ...,
         copies: global___TierCopies | None = ...,
+        step_active: builtins.int = ...,
+        step_unused_slots: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_copies", b"_copies", "copies", b"copies"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_copies", b"_copies", "active", b"active", "copies", b"copies", "evictable", b"evictable", "free", b"free", "hit_tokens", b"hit_tokens", "host_free", b"host_free", "host_hit_tokens", b"host_hit_tokens", "largest_free_run", b"largest_free_run", "miss_tokens", b"miss_tokens", "pinned", b"pinned", "unused_slots", b"unused_slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_copies", b"_copies", "active", b"active", "copies", b"copies", "evictable", b"evictable", "free", b"free", "hit_tokens", b"hit_tokens", "host_free", b"host_free", "host_hit_tokens", b"host_hit_tokens", "largest_free_run", b"largest_free_run", "miss_tokens", b"miss_tokens", "pinned", b"pinned", "step_active", b"step_active", "step_unused_slots", b"step_unused_slots", "unused_slots", b"unused_slots"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_copies", b"_copies"]) -> typing.Literal["copies"] | None: ...
 
 global___PoolReport = PoolReport

@@ -54,7 +54,7 @@ def result(of: Cell, requests: Sequence[RequestRecord], written: float = 0.5) ->
         requests=tuple(requests),
     )
     samples = tuple(
-        Sample(at / 4, at, 4, 1, written, 0.6, 0.0, 1 - written / 0.6, 0.2, 1 << 28, None)
+        Sample(at / 4, at, 4, 1, written, 0.6, 0.0, 1 - written / 0.6, 0.2, 1 << 28, None, written, 0.6)
         for at in range(int(4 * run.until_s))
     )
     return CellResult(of, run, samples)

@@ -95,19 +95,20 @@ def test_comparison_without_the_control_says_nothing() -> None:
     assert (found.p50_ratio, found.throughput_ratio, found.kv_use_static) == (None, None, None)
 
 
-def sample(at: float, steps: int, running: int, written: float) -> Sample:
-    return Sample(at, steps, running, 0, written, written, 0.0, 0.0, 0.0, 0, None)
+def sample(at: float, steps: int, running: int, written: float, in_step: float) -> Sample:
+    return Sample(at, steps, running, 0, written, written, 0.0, 0.0, 0.0, 0, None, in_step, in_step)
 
 
-def test_samples_count_what_a_step_writes_from_its_beginning() -> None:
-    # A batch is admitted, its long first step shows the empty pool until it has ended, and then it goes.
+def test_samples_count_what_a_step_holds_for_as_long_as_it_runs() -> None:
+    # A batch is admitted, its long first step shows the empty pool until it has ended; the last step of
+    # half of it shows what they held until its end.
     raw = [
-        sample(0.00, 5, 0, 0.0),
-        sample(0.25, 5, 8, 0.0),
-        sample(0.50, 5, 8, 0.0),
-        sample(0.75, 6, 8, 0.4),
-        sample(1.00, 9, 8, 0.5),
-        sample(1.25, 9, 0, 0.0),
+        sample(0.00, 5, 0, 0.0, 0.9),
+        sample(0.25, 5, 8, 0.0, 0.9),
+        sample(0.50, 5, 8, 0.0, 0.9),
+        sample(0.75, 6, 8, 0.4, 0.4),
+        sample(1.00, 9, 4, 0.3, 0.6),
+        sample(1.25, 10, 0, 0.0, 0.3),
     ]
-    assert [one.written for one in settled(raw)] == [0.0, 0.4, 0.4, 0.5, 0.5, 0.0]
+    assert [one.written for one in settled(raw)] == [0.0, 0.4, 0.4, 0.6, 0.3, 0.0]
     assert not math.isnan(settled(raw)[0].external)

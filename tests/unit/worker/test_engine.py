@@ -280,6 +280,18 @@ def test_pool_report_counts_slots_that_hold_nothing() -> None:
     assert driver.step().pool.unused_slots == 1
 
 
+def test_pool_report_tells_what_was_in_use_while_the_step_ran() -> None:
+    driver, short = Driver(), request(PROMPT, 1)
+    pool = driver.step(short, request(PROMPT)).pool
+    assert short.finished is not None
+    # What the step has finished is free now; as long as it ran, it was not.
+    assert (pool.active, pool.unused_slots) == (3, 2)
+    assert (pool.step_active, pool.step_unused_slots) == (6, 4)
+    pool = driver.step().pool
+    assert (pool.step_active, pool.step_unused_slots) == (pool.active, pool.unused_slots)
+    assert driver.engine.pool_report() == pool
+
+
 def test_timing_counts_what_was_computed() -> None:
     driver = Driver()
     driver.step(request(PROMPT))

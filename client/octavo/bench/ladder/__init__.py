@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="divide the lengths of a trace by this (default: 16)",
     )
-    add("--num-blocks", type=int, metavar="N", help="KV blocks, of all arms (default: 384)")
+    add("--num-blocks", type=int, metavar="N", help="KV blocks, of all arms (default: 768)")
     add("--block-size", type=int, metavar="N", help="tokens of a block (default: 4)")
     add("--max-num-seqs", type=int, metavar="N", help="of all workers (default: 64)")
     add("--max-num-batched-tokens", type=int, metavar="N", help="of all workers (default: 512)")

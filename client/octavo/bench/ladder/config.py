@@ -62,7 +62,7 @@ class LadderConfig:
     gamma_cv: float = 2.0
     warm_up_s: float = 4.0
     """Sent and not measured, at the beginning of each cell."""
-    saturating_warm_up_s: float = 15.0
+    saturating_warm_up_s: float = 25.0
     """The same at the highest rung: until memory is full."""
     backlog: int = 64
     """Requests that are there at once when a cell of the highest rung begins. At 1.5 times its capacity a
@@ -72,7 +72,7 @@ class LadderConfig:
     model: str = "demo"
     runner: str = "torch"
     block_size: int = 4
-    num_blocks: int = 384
+    num_blocks: int = 768
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     context: int = 512
@@ -149,6 +149,9 @@ class LadderConfig:
             f"--queue-timeout-standard-s={self.queue_timeout_s:g}",
             # What is compared is how requests are served, not which are turned away.
             "--no-overload-control",
+            # Steps of a model on a CPU take up to seconds. A plan that is made before the last step has
+            # reported cannot use the memory that it frees, and wins one round trip for that.
+            "--window=1",
             # The padded prompts of a large batch are one step, which takes long on a slow machine.
             f"--step-watchdog-s={STEP_WATCHDOG_S:g}",
         )
@@ -181,7 +184,7 @@ QUICK: Final = replace(
     repeats=2,
     budget_s=8 * 60.0,
     warm_up_s=3.0,
-    saturating_warm_up_s=12.0,
+    saturating_warm_up_s=18.0,
     batch_sizes=(4, 8),
     timeouts_s=(0.1, 0.5),
 )

@@ -41,6 +41,9 @@ class Sample:
     """Resident memory of the worker."""
     device_bytes: int | None
     """Memory of the GPU that the worker's processes have; None where there is no GPU."""
+    step_written: float
+    """As `written`, while the last step ran: with what it finished, which is free since."""
+    step_active: float
 
 
 def sample_of(status: Status, at_s: float, memory: tuple[int, int | None]) -> Sample | None:
@@ -51,6 +54,10 @@ def sample_of(status: Status, at_s: float, memory: tuple[int, int | None]) -> Sa
     blocks = sum(worker.pool.total for worker in workers)
     active = sum(worker.pool.active for worker in workers)
     written = sum(worker.pool.active * (1 - worker.pool.internal_fragmentation) for worker in workers)
+    step_active = sum(worker.pool.step_active for worker in workers)
+    step_written = sum(
+        worker.pool.step_active * (1 - worker.pool.step_internal_fragmentation) for worker in workers
+    )
     free = sum(worker.pool.free for worker in workers)
     runs = sum(worker.pool.free * (1 - worker.pool.external_fragmentation) for worker in workers)
     return Sample(
@@ -65,14 +72,17 @@ def sample_of(status: Status, at_s: float, memory: tuple[int, int | None]) -> Sa
         external=1 - runs / free if free else 0.0,
         host_bytes=memory[0],
         device_bytes=memory[1],
+        step_written=step_written / blocks,
+        step_active=step_active / blocks,
     )
 
 
 def settled(samples: Sequence[Sample]) -> list[Sample]:
-    """Return samples in which what a step takes and writes counts from its beginning.
+    """Return samples in which what a step takes and writes counts for as long as the step runs.
 
     A status tells the books after the last step, which is no news while a long one runs: a batch whose
-    prompts are being computed would seem to hold nothing.
+    prompts are being computed would seem to hold nothing, and what a step finishes, of which there is
+    much when answers are short, would seem to be free while it is still being computed.
     """
     made: list[Sample] = []
     later: Sample | None = None
@@ -85,9 +95,9 @@ def settled(samples: Sequence[Sample]) -> list[Sample]:
             made.append(
                 replace(
                     one,
-                    written=later.written,
-                    active=later.active,
-                    internal=later.internal,
+                    written=later.step_written,
+                    active=later.step_active,
+                    internal=1 - later.step_written / later.step_active if later.step_active else 0.0,
                     external=later.external,
                 )
             )
