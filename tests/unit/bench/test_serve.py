@@ -204,7 +204,6 @@ def test_late_sends_and_closed_loops_are_remarked_on() -> None:
     one = run(*late)
     one = replace(
         one,
-        generator=replace(one.generator, late_sends=5),
         traffic=replace(one.traffic, offered_rate_per_s=None, concurrency=3),
     )
     told = as_text(one, ANSWERED)

@@ -147,7 +147,7 @@ def figures_of(results: Sequence[CellResult], config: LadderConfig) -> Figures:
         cached_share=_cached_share(measured),
         cost_per_1k_tokens=config.price_per_hour / 3600 / rate.value * 1000 if rate.value > 0 else None,
         late_sends=sum(one.late_sends for one in summaries),
-        max_lateness_s=max((result.run.generator.max_lateness_s for result in results), default=0.0),
+        max_lateness_s=max((one.lateness_s for one in measured), default=0.0),
         generator_cpu_share=fmean(
             result.run.generator.cpu_s / max(result.run.ended_s, 1e-9) for result in results
         ),

@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.bench.ladder import words
 from octavo.bench.ladder.arms import ARMS
-from octavo.bench.ladder.config import RUNGS
+from octavo.bench.ladder.config import OVERLOAD, RUNGS, LadderConfig
 from octavo.bench.ladder.explain import arm_lines, headlines, paragraphs
 from octavo.bench.ladder.figures import Figures
 from octavo.bench.ladder.report import Report
@@ -232,8 +232,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
             "cells",
             (
                 f"{found.repeats if found else config.repeats} repeats, arms in an order drawn anew at "
-                f"each rung of each; {config.warm_up_s:g} s of warm-up each; latencies count from the "
-                "planned time"
+                f"each rung of each; {_warm_up(config)}; latencies count from the planned time"
             ),
         ),
         ("time in the queue, at most", f"{config.queue_timeout_s:g} s"),
@@ -241,6 +240,16 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ("price", f"{config.price_per_hour:g} per hour of this machine"),
         ("generator", generator(report)),
     ]
+
+
+def _warm_up(config: LadderConfig) -> str:
+    told = f"{config.warm_up_s:g} s of warm-up"
+    if OVERLOAD not in config.rungs:
+        return told
+    return (
+        f"{told}, at the highest rung {config.warm_up_of(OVERLOAD):g} s, which begin with "
+        f"{config.backlog} requests at once"
+    )
 
 
 def _served(environments: Sequence[dict[str, Any]]) -> dict[str, Any]:

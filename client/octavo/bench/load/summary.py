@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.bench.load.records import Outcome, RequestRecord, RunRecord
+from octavo.bench.load.records import LATE_S, Outcome, RequestRecord, RunRecord
 from octavo.bench.load.statistics import Distribution, distribution
 
 
@@ -73,6 +73,7 @@ class Summary:
     """Share of the requests of the window that met the SLO; those that failed did not."""
     slo: str
     late_sends: int
+    """Requests of the window that were sent more than LATE_S after their time."""
     lateness_s: Distribution
 
 
@@ -105,7 +106,7 @@ def summarize(run: RunRecord, slo: Slo = ANSWERED) -> Summary:
         goodput_per_s=_per(good, window_s),
         good_share=_per(good, len(measured)),
         slo=str(slo),
-        late_sends=run.generator.late_sends,
+        late_sends=sum(one.lateness_s > LATE_S for one in measured),
         lateness_s=distribution([one.lateness_s for one in measured]),
     )
 
