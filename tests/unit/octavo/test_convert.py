@@ -110,7 +110,7 @@ def reports(draw: st.DrawFn) -> steps.Report:
     return steps.Report(
         step=draw(u64),
         status=draw(st.sampled_from(steps.StepStatus)),
-        pool=draw(st.builds(steps.PoolReport, *[u32] * 6, *[u64] * 4, st.none() | copies)),
+        pool=draw(st.builds(steps.PoolReport, *[u32] * 6, u64, u32, *[u64] * 4, st.none() | copies)),
         live_count=draw(u32),
         digest=draw(u64),
         token_handles=tuple(draw(st.lists(u64, min_size=len(counts), max_size=len(counts)))),
