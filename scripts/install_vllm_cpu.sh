@@ -52,8 +52,8 @@ for text in metadata.get_all("Requires-Dist", []):
     requirement.marker = None
     print(requirement)
 PY
-# transformers wants it to read a GGUF file.
-echo "accelerate>=1.2" >>"$work/requirements.txt"
+# transformers wants the first to read a GGUF file, `vllm bench serve` the second to read one of requests.
+printf "%s\n" "accelerate>=1.2" "pandas>=2" >>"$work/requirements.txt"
 # What is there stays as it is: torch by its exact build.
 echo "torch==$have" >"$work/constraints.txt"
 "$python" -m pip install --quiet --constraint "$work/constraints.txt" --requirement "$work/requirements.txt"
