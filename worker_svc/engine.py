@@ -112,6 +112,7 @@ class Engine:
         """Drop all sequences and keep the cache and the pins; handles and steps start anew."""
         self._roster.drop_all()
         self.memory.drop_abandoned()
+        self._step_use = NO_STEP
         self._cancelled.clear()
         self._cancelled_early.clear()
         self._last_handle = 0

@@ -267,6 +267,8 @@ def test_lost_scheduler_leaves_the_cache_and_no_sequence() -> None:
     driver.step(one)
     driver.reattach()
     assert driver.engine.num_live == 0
+    # The next scheduler has run no step: it is not told of one.
+    assert driver.engine.pool_report().step_active == 0
     assert free_of(driver) == driver.config.num_blocks
     assert driver.step(one).admitted[0].cached_tokens == 8
     driver.finish(one)
