@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -164,11 +164,13 @@ class Stack:
         self.folder.mkdir(parents=True, exist_ok=True)
         host = config.host
         first = config.worker_port
-        ports = [free_port(host) if first is None else first + index for index in range(config.num_workers)]
+        scheduler_port, gateway_port, *ports = free_ports(2 + config.num_workers, host)
+        if first is not None:
+            ports = [first + index for index in range(config.num_workers)]
         self.workers = [self._worker(index, port) for index, port in enumerate(ports)]
-        self.scheduler = self._scheduler(config.port or free_port(host))
+        self.scheduler = self._scheduler(config.port or scheduler_port)
         self.gateway = (
-            self._gateway(config.gateway_port or free_port(host)) if config.gateway_port is not None else None
+            self._gateway(config.gateway_port or gateway_port) if config.gateway_port is not None else None
         )
 
     @property
@@ -291,7 +293,15 @@ def _listens(address: str) -> bool:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a port that nobody listens on now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host.strip("[]"), 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(1, host)[0]
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Return different ports that nobody listens on now."""
+    with ExitStack() as held:
+        ports = []
+        for _ in range(count):
+            probe = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+            probe.bind((host.strip("[]"), 0))
+            ports.append(int(probe.getsockname()[1]))
+        return ports

@@ -164,6 +164,12 @@ class Stack:
         assert status.arrivals == sum(status.outcomes.values()) + status.live_requests
         return status
 
+    def let_time_pass(self, seconds: float) -> None:
+        """Move the scheduler's clock on, so that deadlines pass without a wait."""
+        clock = self.process.accounts.clock
+        self.process.accounts.clock = self.process.driver._clock = lambda: clock() + seconds
+        self.process.driver._wake.set()
+
     async def wait_ready(self, workers: int = 1) -> None:
         """Wait until this many workers are attached."""
         await until(lambda: self.process.fleet.num_ready >= workers)
@@ -241,10 +247,17 @@ async def until(condition: Any, what: str = "condition") -> None:
 async def scheduler(*workers: str, **flags: object) -> AsyncIterator[Stack]:
     """Run a scheduler for these workers.
 
-    Unless a test asks for it, nothing is refused for load: on a slow machine the level would rise by
-    itself, and tests that are about something else would find their requests shed.
+    Unless a test asks for it, nothing is refused for load, nor for having waited: on a slow machine the
+    level would rise by itself, and tests that are about something else would find their requests shed.
     """
-    given = {"listen": "127.0.0.1:0", "metrics_port": None, "overload_control": False, "workers": workers}
+    given = {
+        "listen": "127.0.0.1:0",
+        "metrics_port": None,
+        "overload_control": False,
+        "queue_timeout_standard_s": None,
+        "queue_timeout_interactive_s": None,
+        "workers": workers,
+    }
     settings = SchedulerSettings.load({**given, **flags})
     process = SchedulerProcess(settings)
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()

@@ -40,6 +40,8 @@ def gateway_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     config = StackConfig(
         model="sim",
         worker_args=("--runner", "sim"),
+        # On a slow machine some of the load would be refused otherwise, or wait for too long.
+        scheduler_args=("--no-overload-control", "--queue-timeout-interactive-s=none"),
         gateway_port=0,
         folder=tmp_path_factory.mktemp("gateway-stack"),
     )

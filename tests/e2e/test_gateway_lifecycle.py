@@ -50,7 +50,9 @@ async def _no_live(one: Served) -> bool:
 async def test_client_that_does_not_read_is_cut_off_and_others_go_on() -> None:
     async with served(gateway_flags={"write_timeout_s": 0.3}) as one:
         stats = {"continuous_usage_stats": True}
-        body = json.dumps({**LONG, "n": 16, "stream": True, "stream_options": stats})
+        # More than the buffers of the connection hold.
+        prompts = [LONG["prompt"]] * 4
+        body = json.dumps({**LONG, "prompt": prompts, "n": 16, "stream": True, "stream_options": stats})
         lazy = socket.socket()
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         lazy.connect(("127.0.0.1", one.port))
@@ -120,10 +122,12 @@ async def test_deadline_that_passes_in_a_stream_is_its_last_event() -> None:
         one.worker.gate.close()
         asking = asyncio.create_task(
             one.http.post(
-                "/v1/completions", json={**LONG, "stream": True}, headers={"x-octavo-deadline-ms": "1000"}
+                "/v1/completions", json={**LONG, "stream": True}, headers={"x-octavo-deadline-ms": "20000"}
             )
         )
         one.worker.gate.let_go(3)
+        await until(lambda: one.stack.process.accounts.recent_output_tokens.per_s(0) > 0)
+        one.stack.let_time_pass(20.0)
         answer = await asking
         one.worker.gate.open()
 

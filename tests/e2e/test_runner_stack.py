@@ -77,8 +77,12 @@ def running(model: Path, folder: Path, arguments: Sequence[str]) -> Stack:
         StackConfig(
             model=str(model),
             worker_args=(*LIMITS, *arguments),
-            # On a slow machine some of the load would be refused otherwise.
-            scheduler_args=("--enable-faults", "--no-overload-control"),
+            # On a slow machine some of the load would be refused otherwise, or wait for too long.
+            scheduler_args=(
+                "--enable-faults",
+                "--no-overload-control",
+                "--queue-timeout-standard-s=none",
+            ),
             folder=folder,
         )
     )

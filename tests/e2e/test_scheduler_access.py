@@ -38,8 +38,10 @@ def key_file(path: Path, *names: str, tenants: str = "") -> Path:
     for name in names:
         text += f'[[keys]]\nid = "{name}"\nhash = "{hash_of(KEYS[name])}"\ntenant = "{name}"\n'
         text += f"roles = {ROLES[name]}\n"
-    path.write_text(text)
-    return path
+    # In one go: a scheduler may be reading it.
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    return fresh.replace(path)
 
 
 def bearer(name: str | None) -> tuple[tuple[str, str], ...]:

@@ -8,15 +8,22 @@ import pytest
 from tests.e2e.scheduler_stack import one_worker
 
 
+@pytest.fixture(autouse=True)
+def _no_samples_but_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_svc.history.INTERVAL_S", 3600.0)
+
+
 async def test_history_holds_latency_throughput_cost_and_refusals_and_grows_while_watched() -> None:
-    async with one_worker(price_per_gpu_hour=3.6) as (stack, _):
+    async with one_worker(price_per_gpu_hour=3.6) as (stack, worker):
         history = stack.process._board.history
         async with octavo.AsyncClient(f"127.0.0.1:{stack.port}") as client:
             history.sample()
             for _ in range(5):
                 await client.generate("twelve bytes")
+            worker.gate.close()
             with pytest.raises(octavo.DeadlineExceededError):
                 await client.generate("too late", deadline=0.001)
+            worker.gate.open()
             history.sample()
             assert (await client.status()).history == ()
             status = await client.status(history=True)

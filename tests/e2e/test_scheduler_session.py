@@ -286,10 +286,13 @@ async def test_slow_consumer_is_cut_and_others_go_on() -> None:
         grpc.aio.insecure_channel(f"127.0.0.1:{stack.port}", options=narrow) as channel,
     ):
         slow, steady = Client(stack, channel), Client(stack)
+        worker.gate.close()
         sampling = {"ignore_eos": True, "logprobs": 1}
         for index in range(32):
             text = f"{index}, a flood of tokens"
             await slow.generate(f"r{index}", text=text, sampling=sampling, return_token_ids=True)
+        await until(lambda: stack.process.driver.snapshot().live_requests == 32)
+        worker.gate.open()
         await until(lambda: stack.process.accounts.outcomes["SLOW_CONSUMER"] == 32)
         await steady.generate("s", text="steady")
         await steady.read_until_ended("s")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 
-import pytest
 from octavo.protocol.steps import Admit, Plan
 from octavo.sampling import SamplingParams
 from octavo.scorecard.measures import kv
@@ -33,8 +32,8 @@ class InstantRunner:
         return StepResult({row.sequence.handle: 5 for row in batch.rows if row.sample}, {})
 
 
-@pytest.mark.parametrize("num_seqs", [32, 256])
-def test_step_of_decodes_costs_the_engine_microseconds_per_sequence(num_seqs: int) -> None:
+def median_step_s(num_seqs: int) -> float:
+    """CPU seconds of the engine for a step in which all sequences decode."""
     config = EngineConfig(block_size=16, num_blocks=2**16, max_num_seqs=num_seqs, max_model_len=4096)
     engine = Engine(InstantRunner(), config)  # type: ignore[arg-type]  # the rest is not used
     sampling = SamplingParams(max_tokens=4000, seed=1)
@@ -45,10 +44,14 @@ def test_step_of_decodes_costs_the_engine_microseconds_per_sequence(num_seqs: in
     )
     times = []
     for step in range(2, 400):
-        started = time.perf_counter()
+        started = time.thread_time()
         engine.run_step(Plan(step), time.perf_counter)
-        times.append(time.perf_counter() - started)
-    assert statistics.median(times) * 1e6 < 300 + 10 * num_seqs
+        times.append(time.thread_time() - started)
+    return statistics.median(times)
+
+
+def test_cost_of_a_step_grows_no_faster_than_its_sequences() -> None:
+    assert median_step_s(256) < 8 * median_step_s(32)
 
 
 def test_cost_of_a_step_does_not_grow_with_the_pool() -> None:
@@ -63,9 +66,9 @@ def test_cost_of_a_step_does_not_grow_with_the_pool() -> None:
         engine.run_step(Plan(1, admit=admit, prefill=prefill), time.perf_counter)
         times = []
         for step in range(2, 500):
-            started = time.perf_counter()
+            started = time.thread_time()
             engine.run_step(Plan(step), time.perf_counter)
-            times.append(time.perf_counter() - started)
+            times.append(time.thread_time() - started)
         return statistics.median(times)
 
     assert step_us(2**20) < 5 * step_us(2**10)

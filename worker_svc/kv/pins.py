@@ -17,7 +17,7 @@ class Pins:
     def __init__(self, pool: BlockPool, budget_blocks: int) -> None:
         self.budget_blocks = budget_blocks
         self._pool = pool
-        self._keys_of: dict[str, frozenset[bytes]] = {}
+        self._keys_of: dict[str, tuple[bytes, ...]] = {}
         self._wanted: dict[bytes, int] = {}
         self._held: dict[bytes, int] = {}
 
@@ -32,28 +32,26 @@ class Pins:
         return len(frozenset(keys).union(*others)) <= self.budget_blocks
 
     def set(self, name: str, keys: Seq[bytes]) -> list[bytes]:
-        """Pin these keys under `name` instead of what it pinned; no keys end the pin.
+        """Pin these keys, given head first, under `name` instead of what it pinned; no keys end the pin.
 
         Returns the keys of blocks that are no longer held.
         """
-        old = self._keys_of.pop(name, frozenset())
-        new = frozenset(keys)
+        old = self._keys_of.pop(name, ())
+        new = tuple(dict.fromkeys(keys))
         if new:
             self._keys_of[name] = new
-        for key in new - old:
+        for key in new:
             self._wanted[key] = self._wanted.get(key, 0) + 1
-        for key in keys:
+        for key in new:
             block = self._pool.block_of(key)
             if block is not None:
                 self.published(key, block)
-        released = []
-        for key in old - new:
+        for key in old:
             self._wanted[key] -= 1
             if not self._wanted[key]:
                 del self._wanted[key]
-                if key in self._held:
-                    self._pool.release([self._held.pop(key)])
-                    released.append(key)
+        released = [key for key in old if key not in self._wanted and key in self._held]
+        self._pool.release([self._held.pop(key) for key in released])
         return released
 
     def published(self, key: bytes, block: int) -> None:

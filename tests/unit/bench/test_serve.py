@@ -101,9 +101,13 @@ def test_an_interrupt_leaves_what_there_is(scheduler: ThreadedScheduler, tmp_pat
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         text=True,
     )
-    scheduler.until(lambda: scheduler.fake.most_live == 2)
-    process.send_signal(signal.SIGINT)
-    told, _ = process.communicate(timeout=60)
+    try:
+        scheduler.until(lambda: scheduler.fake.most_live == 2)
+        process.send_signal(signal.SIGINT)
+        told, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == 130
     assert "Interrupted" in told
     record = files.read(path)

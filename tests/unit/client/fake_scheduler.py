@@ -14,6 +14,8 @@ from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
 
 FREE_RUN = 1_000_000
+WAIT_S = 60
+"""Patience with what is certain to come; it ends hangs and proves nothing."""
 
 
 def token_id(seed: int, choice: int, position: int) -> int:
@@ -175,7 +177,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         await self._notify()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10), self._changed:
+        async with asyncio.timeout(WAIT_S), self._changed:
             await self._changed.wait_for(condition)
 
     async def _notify(self) -> None:
@@ -345,7 +347,7 @@ class ThreadedScheduler:
         self.run(self.fake.start)
 
     def run(self, function: Callable[..., object], *args: object) -> None:
-        asyncio.run_coroutine_threadsafe(function(*args), self._loop).result(timeout=15)  # type: ignore[arg-type]
+        asyncio.run_coroutine_threadsafe(function(*args), self._loop).result(timeout=WAIT_S + 15)  # type: ignore[arg-type]
 
     def until(self, condition: Callable[[], bool]) -> None:
         self.run(self.fake.until, condition)

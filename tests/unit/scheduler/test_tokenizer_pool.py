@@ -9,6 +9,7 @@ import signal
 import sys
 from array import array
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -34,13 +35,19 @@ SPEC = TextSpec(
 KEYS = KeySpec(b"root", 16)
 
 
-@pytest.fixture
-async def pool() -> AsyncIterator[TokenizerPool]:
-    pool = TokenizerPool(size=2, timeout_s=1.0)
+@asynccontextmanager
+async def running(timeout_s: float) -> AsyncIterator[TokenizerPool]:
+    pool = TokenizerPool(size=2, timeout_s=timeout_s)
     pool.start()
     await pool.load(SPEC)
     yield pool
     await pool.close()
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[TokenizerPool]:
+    async with running(timeout_s=60) as pool:
+        yield pool
 
 
 def ids_of(encoded: Encoded) -> list[int]:
@@ -99,16 +106,17 @@ async def test_children_that_are_killed_are_replaced_and_their_jobs_done(pool: T
     assert [len(ids_of(one)) for one in encoded] == [10] * 10
 
 
-async def test_template_that_never_ends_is_stopped_and_others_go_on(pool: TokenizerPool) -> None:
+async def test_template_that_never_ends_is_stopped_and_others_go_on() -> None:
     chat = pb.Chat(template_vars_json='{"spin": true}')
     chat.messages.add(role="user", content="a")
-    endless = asyncio.create_task(pool.encode(EncodeChat("m", chat.SerializeToString()), 10))
-    others = [pool.encode(EncodeText("m", f"number {index}"), 10) for index in range(50)]
-    assert len(await asyncio.gather(*others)) == 50
-    with pytest.raises(ServiceError, match="longer than 1 s") as caught:
-        await endless
-    assert caught.value.reason == "TOKENIZER_FAILED"
-    assert len(ids_of(await pool.encode(EncodeText("m", "after"), 5))) == 5
+    async with running(timeout_s=5) as pool:
+        endless = asyncio.create_task(pool.encode(EncodeChat("m", chat.SerializeToString()), 10))
+        others = [pool.encode(EncodeText("m", f"number {index}"), 10) for index in range(50)]
+        assert len(await asyncio.gather(*others)) == 50
+        with pytest.raises(ServiceError, match="longer than 5 s") as caught:
+            await endless
+        assert caught.value.reason == "TOKENIZER_FAILED"
+        assert len(ids_of(await pool.encode(EncodeText("m", "after"), 5))) == 5
 
 
 async def test_jobs_beyond_the_bound_are_refused(pool: TokenizerPool) -> None:
@@ -127,12 +135,9 @@ async def test_tokenizer_that_does_not_load_is_an_error_of_its_own(pool: Tokeniz
 
 
 async def test_closed_pool_leaves_no_process() -> None:
-    pool = TokenizerPool(size=2, timeout_s=1.0)
-    pool.start()
-    await pool.load(SPEC)
-    children = _children()
-    assert children
-    await pool.close()
+    async with running(timeout_s=60):
+        children = _children()
+        assert children
     assert not set(children) & set(_children())
 
 

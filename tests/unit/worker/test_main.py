@@ -91,6 +91,8 @@ def test_run_turns_what_is_wrong_into_an_exit_code(monkeypatch: pytest.MonkeyPat
         raise ModelLoadError("model.safetensors: truncated")
 
     monkeypatch.setattr(main, "load", load)
+    # Past it the process ends at once, and the tests with it.
+    monkeypatch.setattr(main, "_CLOSE_S", 60.0)
     monkeypatch.setattr("octavo.service.logs.configure", lambda *_: None)
     with capture_logs() as logs:
         assert main.run(settings()) == 3
