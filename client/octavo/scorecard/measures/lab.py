@@ -9,8 +9,9 @@ import importlib.util
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +19,7 @@ from octavo.scorecard import Measured, at_most, entry
 from octavo.scorecard.vllm_server import BENCH_SERVE, MODEL, VllmServer, vllm_serve
 
 if TYPE_CHECKING:
+    from octavo.bench.load.arrivals import Process
     from octavo.bench.load.summary import Summary
     from octavo.bench.load.target import Request
 
@@ -47,8 +49,12 @@ async def chunked_itl_ratio() -> Measured:
 
 NUM_REQUESTS: Final = 50
 NUM_WARM_UP: Final = 10
+ALONE: Final = "one at a time"
+OPEN_LOOP: Final = "open loop"
 RATE_PER_S: Final = 1.0
-"""Half of what two slow cores can do: beyond that a queue makes much of a little noise."""
+"""Of the open loop; half of what two slow cores can do: beyond that a queue makes much of a little noise."""
+TELLING: Final = 0.05
+"""A figure tells something when the turns of `vllm bench serve` itself agree on it this well."""
 PROMPT_TOKENS: Final = 96
 OUTPUT_TOKENS: Final = 32
 ROUNDS: Final = 3
@@ -79,12 +85,17 @@ _BENCH_TIMEOUT_S: Final = 300.0
     long=True,
 )
 async def generator_agreement() -> Measured:
-    """Take turns, of which the medians count; each of ours replays the very times of theirs before it.
+    """Take turns, of which the medians count; in the open loop each of ours replays the times of theirs.
 
-    The server does not cache prefixes, or whoever comes second would have an easier time.
+    Figures on which the other tool's own turns differ from each other say nothing about ours; they are in
+    the details. The server does not cache prefixes, or whoever comes second would have an easier time.
+
+    Raises:
+        RuntimeError: no figure tells anything.
     """
     from octavo.bench.datasets.load import DatasetConfig, load
     from octavo.bench.datasets.tokenizers import FileTokenizer
+    from octavo.bench.load.arrivals import Closed, Replay
 
     if importlib.util.find_spec("pandas") is None:
         raise RuntimeError("`vllm bench serve` reads its requests with pandas, which is not installed")
@@ -92,41 +103,67 @@ async def generator_agreement() -> Measured:
         source="fixed", context=1024, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS
     )
     requests = (await load(config, FileTokenizer.named("demo"))).requests(NUM_REQUESTS)
-    ours: list[dict[str, float]] = []
-    theirs: list[dict[str, float]] = []
+    ours: dict[str, list[dict[str, float]]] = {ALONE: [], OPEN_LOOP: []}
+    theirs: dict[str, list[dict[str, float]]] = {ALONE: [], OPEN_LOOP: []}
     flags = ("--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "1024")
     with tempfile.TemporaryDirectory(prefix="octavo-agreement-") as scratch:
         async with vllm_serve(*flags, "--max-num-seqs", "32") as server:
-            _, at_s = await _their_turn(server, requests[:NUM_WARM_UP], Path(scratch), 0)
-            await _our_turn(server, requests[:NUM_WARM_UP], at_s)
+            _, at_s = await _their_turn(server, requests[:NUM_WARM_UP], Path(scratch), OPEN_LOOP)
+            await _our_turn(server, requests[:NUM_WARM_UP], Replay(at_s))
             for _ in range(ROUNDS):
-                figures, at_s = await _their_turn(server, requests, Path(scratch), 1)
-                theirs.append(figures)
-                ours.append(await _our_turn(server, requests, at_s))
-    differences = {
-        name: _median(ours, name) / _median(theirs, name) - 1 for name in ours[0] if _median(theirs, name) > 0
+                for traffic in (ALONE, OPEN_LOOP):
+                    figures, at_s = await _their_turn(server, requests, Path(scratch), traffic)
+                    theirs[traffic].append(figures)
+                    arrivals = Closed(1) if traffic == ALONE else Replay(at_s)
+                    ours[traffic].append(await _our_turn(server, requests, arrivals))
+    compared = {
+        f"{name}, {traffic}": _Compared.of(
+            [turn[name] for turn in ours[traffic]], [turn[name] for turn in theirs[traffic]]
+        )
+        for traffic in theirs
+        for name in ours[traffic][0]
     }
-    worst = max(differences, key=lambda name: abs(differences[name]))
+    telling = {name: one for name, one in compared.items() if one.spread <= TELLING}
+    if not telling:
+        raise RuntimeError(f"`vllm bench serve` agrees with itself on nothing: {compared}")
+    worst = max(telling, key=lambda name: abs(telling[name].difference))
     return Measured(
-        abs(differences[worst]),
+        abs(telling[worst].difference),
         {
             "worst": worst,
-            "differences": {name: round(value, 4) for name, value in differences.items()},
+            "differences": {name: round(one.difference, 4) for name, one in telling.items()},
+            "too noisy to tell, with the spread of `vllm bench serve` itself": {
+                name: (round(one.difference, 4), round(one.spread, 4))
+                for name, one in compared.items()
+                if name not in telling
+            },
             "ours": ours,
             "vllm bench serve": theirs,
         },
     )
 
 
-def _median(turns: Sequence[Mapping[str, float]], name: str) -> float:
-    return statistics.median(turn[name] for turn in turns)
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A figure of ours against one of theirs."""
+
+    difference: float
+    """Of the medians, over theirs."""
+    spread: float
+    """Between their own extremes, over their median."""
+
+    @classmethod
+    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> _Compared:
+        middle = statistics.median(theirs)
+        return cls(statistics.median(ours) / middle - 1, (max(theirs) - min(theirs)) / middle)
 
 
 async def _their_turn(
-    server: VllmServer, requests: Sequence[Request], scratch: Path, turn: int
+    server: VllmServer, requests: Sequence[Request], scratch: Path, traffic: str
 ) -> tuple[dict[str, float], tuple[float, ...]]:
     """Return the figures of `vllm bench serve`, and when it sent."""
-    prompts, result = scratch / "prompts.jsonl", f"{turn}.json"
+    rate = ("inf", "--max-concurrency", "1") if traffic == ALONE else (str(RATE_PER_S),)
+    prompts, result = scratch / "prompts.jsonl", "result.json"
     lines = [json.dumps({"prompt": one.prompt, "output_tokens": one.output_tokens}) for one in requests]
     await asyncio.to_thread(prompts.write_text, "\n".join(lines))
     command = [
@@ -134,7 +171,7 @@ async def _their_turn(
         *("--model", MODEL, "--tokenizer", str(server.model_folder)),
         *("--dataset-name", "custom", "--dataset-path", str(prompts), "--custom-output-len", "-1"),
         *("--skip-chat-template", "--disable-shuffle", "--num-prompts", str(len(requests))),
-        *("--request-rate", str(RATE_PER_S), "--seed", str(turn), "--ignore-eos", "--temperature", "0"),
+        *("--request-rate", *rate, "--seed", "1", "--ignore-eos", "--temperature", "0"),
         *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "90", "--disable-tqdm"),
         *("--save-result", "--save-detailed", "--result-dir", str(scratch), "--result-filename", result),
     ]
@@ -155,16 +192,13 @@ async def _their_turn(
     return {name: found[name] for name in _FIGURES}, tuple(at - first for at in found["start_times"])
 
 
-async def _our_turn(
-    server: VllmServer, requests: Sequence[Request], at_s: tuple[float, ...]
-) -> dict[str, float]:
-    from octavo.bench.load.arrivals import Replay
+async def _our_turn(server: VllmServer, requests: Sequence[Request], arrivals: Process) -> dict[str, float]:
     from octavo.bench.load.generator import Traffic, generate
     from octavo.bench.load.summary import summarize
     from octavo.bench.load.targets.openai import OpenAiConfig, OpenAiTarget
 
     async with OpenAiTarget(OpenAiConfig(base_url=server.base_url, model=MODEL)) as target:
-        run = await generate(target, Traffic(requests=requests, arrivals=Replay(at_s)))
+        run = await generate(target, Traffic(requests=requests, arrivals=arrivals))
     summary = summarize(run)
     if summary.outcomes["ok"] != len(requests):
         raise RuntimeError(f"not all requests were answered: {summary.outcomes}")
