@@ -145,6 +145,11 @@ class Search:
         self._found = Found(None)
         self._seen: set[Settings] = set()
 
+    @property
+    def found(self) -> Found:
+        """What has been found so far."""
+        return self._found
+
     def run(self) -> Found:
         """Search from the middle outwards."""
         place = self._space.middle()
