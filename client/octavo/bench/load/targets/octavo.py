@@ -106,11 +106,8 @@ class OctavoTarget:
         Raises:
             BenchError: an option is unknown, or its value none.
         """
-        seen: list[Mapping[str, Any]] = []
-        for one in requests:
-            if one.options in seen:
-                continue
-            seen.append(one.options)
+        # Those without options of their own differ in their prompts only.
+        for one in [*requests[:1], *(one for one in requests[1:] if one.options)]:
             try:
                 make = _wire.chat_request if _is_conversation(one.prompt) else _wire.text_request
                 make(cast("Any", one.prompt), self._options_of(one))
