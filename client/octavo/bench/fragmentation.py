@@ -20,6 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
+from octavo.bench import claim_file
 from worker_svc.kv.contiguous import ContiguousMemory
 from worker_svc.kv.errors import OutOfBlocks
 from worker_svc.kv.memory import KvMemory, Match
@@ -235,6 +236,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """Simulate every block size with both allocators; return the table."""
+    if arguments.plot is not None:
+        claim_file(arguments.plot)
     traffic = Traffic(seed=arguments.seed)
     usages = [
         simulate(traffic, block_size=block_size, paged=paged)

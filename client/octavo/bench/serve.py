@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from octavo.bench import BenchInterrupted
+from octavo.bench import BenchError, BenchInterrupted, claim_file
 from octavo.bench.serve_flags import configure
 from octavo.cli import output
 
@@ -35,14 +35,19 @@ def run(arguments: argparse.Namespace) -> str:
     from octavo.bench.serve_plan import parse_slo  # noqa: PLC0415
 
     slo = parse_slo(arguments.slo)
-    record = asyncio.run(_drive(arguments))
     if arguments.out is not None:
-        files.write(record, slo, arguments.out, environment())
-        output.note(f"wrote {arguments.out}")
+        claim_file(arguments.out)
+    record = asyncio.run(_drive(arguments))
     if arguments.json:
         told = json.dumps(files.as_json(record, slo)["summary"], indent=2)
     else:
         told = tables.as_text(record, slo)
+    if arguments.out is not None:
+        try:
+            files.write(record, slo, arguments.out, environment())
+        except BenchError as error:
+            raise BenchError(str(error), partial=told) from error
+        output.note(f"wrote {arguments.out}")
     if record.interrupted:
         raise BenchInterrupted(told)
     return told
@@ -65,6 +70,7 @@ async def _drive(arguments: argparse.Namespace) -> RunRecord:
         config = serve_plan.dataset_config(arguments, target.record.details.get("max_model_len"))
         dataset = await load(config, serve_plan.tokenizer(arguments, target))
         traffic = serve_plan.traffic(arguments, dataset)
+        target.check(traffic.requests)
         with suppress(NotImplementedError):  # Where there are no such handlers, Ctrl-C just ends.
             loop.add_signal_handler(signal.SIGINT, interrupt)
         with output.ProgressLine() as line:

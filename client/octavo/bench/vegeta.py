@@ -92,7 +92,7 @@ def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.prompts is not None:
         try:
             given = [
-                line for line in arguments.prompts.read_text(encoding="utf-8").splitlines() if line.strip()
+                line for line in arguments.prompts.read_text(encoding="utf-8").split("\n") if line.strip()
             ]
         except (OSError, UnicodeDecodeError) as error:
             raise BenchError(f"{arguments.prompts}: {error}") from None

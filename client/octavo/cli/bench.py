@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         output.fail(f"octavo bench {arguments.bench} needs {error.name}: pip install 'octavo[bench]'")
         return 1
     except BenchError as error:
+        if error.partial:
+            print(error.partial)
         output.fail(str(error))
         return 2
     return 0

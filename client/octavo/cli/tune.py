@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.bench import BenchError
+from octavo.bench import BenchError, claim_file
 from octavo.cli import output
 from octavo.cli.durations import duration
 
@@ -65,9 +65,12 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search, print the frontier and the settings; return the exit code: 1 when nothing keeps the target."""
+    """Search, print the frontier and the settings; return the exit code.
+
+    It is 1 when nothing keeps the target, and 130 after Ctrl-C, which ends the search with the best so far.
+    """
     try:
-        found, target = _search(arguments)
+        found, target, interrupted = _search(arguments)
     except ModuleNotFoundError as error:
         output.fail(f"octavo tune needs {error.name}: pip install 'octavo[bench,worker]'")
         return 1
@@ -79,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print(found, target, arguments.model)
     if found.best is None:
-        return 1
+        return 130 if interrupted else 1
     if arguments.out is not None:
         try:
             arguments.out.write_text(as_toml(found.best, target), encoding="utf-8")
@@ -87,10 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
             output.fail(f"{arguments.out}: {error.strerror}")
             return 1
         output.note(f"wrote {arguments.out}: octavo worker --config-file {arguments.out}")
-    return 0
+    return 130 if interrupted else 0
 
 
-def _search(arguments: argparse.Namespace) -> tuple[Found, LatencyTarget]:
+def _search(arguments: argparse.Namespace) -> tuple[Found, LatencyTarget, bool]:
+    """Return what was found, for what, and whether Ctrl-C ended it."""
     from octavo.tune.search import Search, Space  # noqa: PLC0415 # needs the extra `bench`
     from octavo.tune.target import LatencyTarget  # noqa: PLC0415 # needs the extra `bench`
 
@@ -110,6 +114,9 @@ def _search(arguments: argparse.Namespace) -> tuple[Found, LatencyTarget]:
     middle = space.at(space.middle())
     if middle is None:
         raise BenchError("no choice of --max-num-batched-tokens has a token for each of --max-num-seqs")
+    if arguments.out is not None:
+        claim_file(arguments.out)
+    interrupted = False
     give_up_at = None if arguments.budget is None else time.monotonic() + arguments.budget
     with _trials(arguments, target, requests) as trials:
         search = Search(
@@ -119,9 +126,13 @@ def _search(arguments: argparse.Namespace) -> tuple[Found, LatencyTarget]:
             _telling(),
             lambda: give_up_at is None or time.monotonic() < give_up_at,
         )
-        found = search.run()
-        search.lowest_memory(utilizations)
-    return found, target
+        try:
+            search.run()
+            search.lowest_memory(utilizations)
+        except KeyboardInterrupt:
+            output.note("stopping: this is the best so far")
+            interrupted = True
+    return search.found, target, interrupted
 
 
 def _trials(arguments: argparse.Namespace, target: LatencyTarget, requests: int) -> Any:

@@ -1,9 +1,9 @@
 """Finds the settings with which most requests per second are served within a latency target.
 
 A trial offers a rate to one setting. It has *kept* the target when no more requests missed it than the
-percentile allows, and it may stop as soon as that is out of reach. The search keeps the best rate found
-so far, and asks of every other setting first whether it keeps a little more than that: most do not, and
-are done with after a part of one trial.
+percentile allows and answers came about as fast as requests; it may stop as soon as the former is out of
+reach. The search keeps the best rate found so far, and asks of every other setting first whether it keeps a
+little more than that: most do not, and are done with after a part of one trial.
 
 From the middle of the space it goes to whichever neighbour (one step in one or in both dimensions) is better,
 until none is; steps are wide at first.
@@ -19,6 +19,8 @@ BETTER: Final = 1.03
 """A setting must keep this much more than the best so far to replace it."""
 GROWTH: Final = 1.25
 """Rates are raised by this factor until one is not kept."""
+MOST_RAISES: Final = 32
+"""Times that the rate of a setting is raised: a thousandfold and more."""
 HALVINGS: Final = 2
 """Times that the interval between a rate that was kept and one that was not is halved."""
 LOWEST_SHARE: Final = 1 / 64
@@ -143,6 +145,11 @@ class Search:
         self._found = Found(None)
         self._seen: set[Settings] = set()
 
+    @property
+    def found(self) -> Found:
+        """What has been found so far."""
+        return self._found
+
     def run(self) -> Found:
         """Search from the middle outwards."""
         place = self._space.middle()
@@ -226,7 +233,9 @@ class Search:
 
     def _raise(self, settings: Settings, kept: float, failed: float | None = None) -> None:
         """Raise a rate that was kept until one is not, then close in."""
-        while failed is None and self._may_go_on():
+        for _ in range(MOST_RAISES):
+            if failed is not None or not self._may_go_on():
+                break
             rate = kept * GROWTH
             if self._improves(settings, rate):
                 kept = rate

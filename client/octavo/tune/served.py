@@ -18,7 +18,7 @@ from octavo.bench.load.target import Answer, Request, Sink, Target
 from octavo.bench.load.targets.octavo import OctavoTarget
 from octavo.stack import Stack, StackConfig, StackError
 from octavo.tune.search import Settings, Trial
-from octavo.tune.target import LatencyTarget
+from octavo.tune.target import LatencyTarget, keeps_up
 
 _WARM_UP_REQUESTS = 8
 _READY_S = 1800.0
@@ -263,7 +263,12 @@ def _trial_of(
 ) -> Trial:
     done: list[RequestRecord] = [one for one in run.requests if one.outcome is Outcome.OK]
     misses = len(run.requests) - len(done) + sum(target.missed(one.ttft_s, one.tpot_s) for one in done)
-    kept = not stopped and misses <= target.allowed_misses(len(run.requests))
+    answered = [(one.ended_s, one.e2e_s - (one.ttft_s or 0.0)) for one in done]
+    kept = (
+        not stopped
+        and misses <= target.allowed_misses(len(run.requests))
+        and keeps_up([one.offered.planned_s for one in run.requests], answered)
+    )
     ttft = [one.ttft_s for one in done if one.ttft_s is not None]
     tpot = [one.tpot_s for one in done if one.tpot_s is not None]
     return Trial(

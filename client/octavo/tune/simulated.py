@@ -11,7 +11,7 @@ import numpy as np
 from octavo.bench.fleet.arms import LATE, simulate
 from octavo.bench.fleet.workload import FleetConfig
 from octavo.tune.search import Settings, Trial
-from octavo.tune.target import LatencyTarget
+from octavo.tune.target import LatencyTarget, keeps_up
 from scheduler_svc.core import CoreConfig
 from scheduler_svc.sim import Arrival, StepTimes, poisson, request_of
 
@@ -55,7 +55,7 @@ class SimulatedTrials:
             max_model_len=worker.max_model_len,
             step_times=worker.step_times,
         )
-        rng = random.Random(self._seed)  # noqa: S311 # for repetition  # for repetition, not for secrets
+        rng = random.Random(self._seed)  # noqa: S311 # for repetition, not for secrets
         times = poisson(rate_per_s, rng)
         jobs = []
         for number, (prompt, output) in enumerate(self._lengths):
@@ -66,11 +66,17 @@ class SimulatedTrials:
         misses = sum(target.missed(one.ttft_s, one.tpot_s) or not one.completed for one in results)
         ttft = [one.ttft_s for one in results if one.ttft_s is not None]
         tpot = [one.tpot_s for one in results if one.tpot_s is not None]
+        answered = [
+            (one.ended_at, one.ended_at - one.first_token_at)
+            for one in results
+            if one.completed and one.ended_at is not None and one.first_token_at is not None
+        ]
+        in_bounds = misses <= target.allowed_misses(len(results))
         ended = max((one.ended_at or 0.0 for one in results), default=1.0)
         return Trial(
             settings,
             rate_per_s,
-            kept=misses <= target.allowed_misses(len(results)),
+            kept=in_bounds and keeps_up([one.arrival for one in results], answered),
             requests=len(results),
             stopped_early=False,
             ttft_s=float(np.quantile(ttft, target.quantile)) if ttft else None,

@@ -3,9 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Final
 
 from octavo.bench.load.statistics import needed
+
+KEEPS_UP: Final = 0.9
+"""Share of the requests that came whose answers there must be, those aside that are being served."""
+
+
+def keeps_up(arrived_s: Sequence[float], answered: Sequence[tuple[float, float]]) -> bool:
+    """Return whether a service answers about as fast as it is asked.
+
+    A trial is a finite burst: however high its rate, all of it is answered at some time, and without a
+    bound on the TTFT nobody misses anything by waiting. So what counts are answers until the last request
+    came. By Little's law as many requests as come in a mean time of service are under way then, and not
+    wanted of it; at most half of all, since a shorter trial is over before the service is full.
+
+    Args:
+        arrived_s: when each request came.
+        answered: (when it ended, seconds from its first token on) of each that was answered.
+    """
+    if not answered:
+        return False
+    last_s = max(arrived_s)
+    span_s, serving_s = last_s - min(arrived_s), fmean(serving for _, serving in answered)
+    under_way = min(0.5, serving_s / span_s) if span_s > 0 else 0.5
+    in_time = sum(ended_s <= last_s for ended_s, _ in answered)
+    return in_time >= KEEPS_UP * (1 - under_way) * len(arrived_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

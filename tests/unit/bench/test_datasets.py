@@ -249,6 +249,16 @@ async def test_json_lines_are_taken_as_they_are(tmp_path: Path) -> None:
         dataset.requests(4)
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0c"])
+async def test_only_a_newline_ends_a_json_line(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "mine.jsonl"
+    prompt = f"one{separator}two"
+    # A form feed is escaped in JSON, whoever writes it; the others need not be.
+    line = json.dumps({"prompt": prompt, "output_tokens": 3}, ensure_ascii=False)
+    path.write_text(f"{line}\r\n{line}\n", encoding="utf-8", newline="")
+    assert [one.prompt for one in (await opened(path)).requests(2)] == [prompt] * 2
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

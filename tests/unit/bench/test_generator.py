@@ -177,6 +177,53 @@ def test_closed_loop_ends_with_its_window() -> None:
     assert summarize(record).output_tokens_per_s == pytest.approx(6.0, rel=0.15)
 
 
+def places(count: int, each_s: float) -> Serve:
+    """A service with so many places."""
+    free = asyncio.Semaphore(count)
+
+    async def serve(request: Request, sink: Sink) -> Answer:
+        async with free:
+            await asyncio.sleep(each_s)
+        sink.chunk()
+        return Answer(output_tokens=1)
+
+    return serve
+
+
+@pytest.mark.parametrize("count", [32, 33, 40, 320])
+def test_closed_loop_without_a_duration_is_not_faster_than_the_service(count: int) -> None:
+    summary = summarize(drive(places(8, 0.1), Closed(32), count))
+    assert (summary.requests, summary.outcomes["ok"]) == (count, count)
+    assert 60 < summary.requests_per_s < 80.001
+    assert summary.goodput_per_s < 80.001
+    assert summary.output_tokens_per_s < 80.001
+
+
+@pytest.mark.parametrize("duration_s", [None, 10.0])
+def test_overloaded_open_loop_is_not_faster_than_the_service(duration_s: float | None) -> None:
+    run = drive(places(8, 0.1), Even(160.0), 1600, duration_s=duration_s)
+    assert all(one.outcome is Outcome.OK for one in run.requests)
+    assert summarize(run).requests_per_s == pytest.approx(80.0, rel=0.02)
+    assert summarize(run).goodput_per_s == pytest.approx(80.0, rel=0.02)
+
+
+def test_closed_loop_ends_with_its_window_when_nobody_answers() -> None:
+    run = drive(stuck, Closed(4), 1000, Limits(drain_s=7.0), duration_s=20.0)
+    assert (run.until_s, run.ended_s) == (20.0, pytest.approx(27.0))
+    assert [one.outcome for one in run.requests] == [Outcome.ABANDONED] * 4
+
+
+def test_closed_loop_in_which_one_hangs_is_measured_until_the_last_answer() -> None:
+    answers = iter([True] * 10 + [False] + [True] * 9)
+
+    async def serve(request: Request, sink: Sink) -> Answer:
+        return await (steady if next(answers) else stuck)(request, sink)
+
+    run = drive(serve, Closed(4), 20, Limits(drain_s=100.0))
+    assert run.until_s == pytest.approx(12.0)
+    assert run.ended_s > 100.0
+
+
 def test_a_request_that_takes_too_long_is_a_timeout_from_its_planned_start() -> None:
     run = drive(steady, Even(1.0), 2, Limits(timeout_s=1.7))
     assert [one.outcome for one in run.requests] == [Outcome.TIMEOUT] * 2

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
-from octavo.bench.ladder.compare import compare, ratio_of_means
+from octavo.bench.ladder.compare import compare, differs, ratio_by_repeat
 from octavo.bench.ladder.config import FULL
 from octavo.bench.ladder.figures import Figures, figures_of, latency
 from octavo.bench.ladder.watch import Sample, settled
@@ -51,7 +53,8 @@ def test_figures_pool_repeats_and_leave_the_warm_up_out() -> None:
     assert figures.requests < sum(len(one.run.requests) for one in results)
     # Two tokens for each request that ends within the windows.
     assert figures.tokens_per_s.value == pytest.approx(20.0, rel=0.05)
-    assert figures.tokens_per_s.low < 20.0 < figures.tokens_per_s.high
+    assert list(figures.tokens_per_s_by_repeat) == [0, 1]
+    assert figures.tokens_per_s.low < fmean(figures.tokens_per_s_by_repeat.values())
     assert figures.kv_written.value == pytest.approx(0.5)
     assert figures.cost_per_1k_tokens == pytest.approx(1000 / 3600 / figures.tokens_per_s.value)
     assert sum(part.count for part in figures.queue_by_bucket.values()) == figures.requests
@@ -65,13 +68,42 @@ def test_figures_of_a_cell_without_answers_promise_nothing() -> None:
     assert figures.cost_per_1k_tokens is None
 
 
-def test_ratio_of_means_has_the_interval_of_both_sides() -> None:
-    ratio = ratio_of_means([2.0, 2.2, 1.8, 2.0], [1.0, 1.1, 0.9, 1.0])
+def test_figures_of_a_single_repeat_have_no_interval_for_rates() -> None:
+    figures = figures_of([drawn(replace(cell(), window_s=60.0), 0.5)], FULL)
+    rates = (figures.tokens_per_s, figures.requests_per_s, figures.goodput_per_s, figures.kv_written)
+    assert [(one.low, one.high) for one in rates] == [(None, None)] * 4
+
+
+def test_ratio_is_that_of_the_repeats_that_both_have() -> None:
+    ratio = ratio_by_repeat({0: 2.0, 1: 8.0, 3: 9.0}, {0: 1.0, 1: 2.0, 2: 1.0})
     assert ratio is not None
-    assert ratio.value == pytest.approx(2.0)
-    assert ratio.low < 2.0 < ratio.high
-    assert ratio.low * ratio.high == pytest.approx(4.0)
-    assert ratio_of_means([1.0, 1.0], [0.0, 0.0]) is None
+    assert ratio.value == pytest.approx(8**0.5)
+    assert ratio.low * ratio.high == pytest.approx(8.0)
+    assert ratio_by_repeat({0: 2.0}, {0: 1.0}).low is None
+    assert ratio_by_repeat({0: 1.0, 1: 1.0}, {0: 0.0, 1: 1.0}) is None
+    assert ratio_by_repeat({0: 1.0}, {1: 1.0}) is None
+
+
+def test_interval_of_a_ratio_covers_it_however_much_the_time_within_a_repeat_is_alike() -> None:
+    rng, inside = random.Random(3), 0
+
+    def rate(machine: float, mean: float) -> float:
+        """Eight slices of a window that hardly differ from each other."""
+        own = rng.gauss(0.0, 0.1)
+        return fmean(mean * math.exp(machine + own + rng.gauss(0.0, 0.01)) for _ in range(8))
+
+    for _ in range(400):
+        machine = [rng.gauss(0.0, 0.3) for _ in range(3)]
+        over, under = ({n: rate(drift, mean) for n, drift in enumerate(machine)} for mean in (3.0, 2.0))
+        ratio = ratio_by_repeat(over, under)
+        inside += ratio.low <= 1.5 <= ratio.high
+    assert 0.92 <= inside / 400 <= 0.98
+
+
+def test_ratio_differs_from_one_only_if_its_interval_says_so() -> None:
+    assert differs(ratio_by_repeat({0: 2.0, 1: 2.1, 2: 2.0}, {0: 1.0, 1: 1.0, 2: 1.0}))
+    assert not differs(ratio_by_repeat({0: 2.0, 1: 0.8, 2: 1.5}, {0: 1.0, 1: 1.0, 2: 1.0}))
+    assert not differs(ratio_by_repeat({0: 2.0}, {0: 1.0}))
 
 
 def test_comparison_is_made_at_the_control_rung_and_at_the_highest() -> None:

@@ -11,6 +11,7 @@ from octavo.bench.ladder.config import FULL, QUICK, RUNGS, LadderConfig
 from octavo.bench.ladder.plan import (
     DRAIN_S,
     MIN_WINDOW_S,
+    SATURATED_BATCHES,
     Loads,
     loads_of,
     plan_cells,
@@ -94,6 +95,21 @@ def test_plan_with_little_time_gives_up_repeats_first_and_says_what_is_missing()
     told = " ".join(plan.notes)
     assert "2 repeats instead of 3" in told
     assert "no P99" in told
+
+
+@pytest.mark.parametrize(("minutes", "batch_s"), [(75, 6.0), (75, 15.0), (180, 30.0)])
+def test_plan_sees_three_of_the_longest_batches_of_a_saturated_arm(minutes: int, batch_s: float) -> None:
+    plan = plan_cells(FULL, replace(loads(), longest_batch_s=batch_s), 60.0 * minutes)
+    others = [cell.window_s for cell in plan.cells if cell.rung == "overload"]
+    assert min(others) >= SATURATED_BATCHES * batch_s - 1e-9
+    assert plan.expected_s <= 60.0 * minutes + 1
+    assert min(cell.window_s for cell in plan.cells) >= MIN_WINDOW_S
+
+
+def test_plan_without_the_time_for_three_batches_says_so() -> None:
+    plan = plan_cells(FULL, replace(loads(), longest_batch_s=60.0), 75 * 60.0)
+    assert plan.expected_s <= 75 * 60.0 + 1
+    assert any("shorter than 3 of the longest batches (180 s)" in note for note in plan.notes)
 
 
 def test_plan_waits_for_answers_only_where_an_arm_keeps_up() -> None:

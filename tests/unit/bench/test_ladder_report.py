@@ -12,9 +12,12 @@ from octavo.bench.ladder.arms import ARMS, CONTROL, SUBJECT, StaticSettings
 from octavo.bench.ladder.cells import CellStore
 from octavo.bench.ladder.config import FULL, RUNGS
 from octavo.bench.ladder.experiment import Measured
+from octavo.bench.ladder.explain import paragraphs
 from octavo.bench.ladder.plan import CellPlan, loads_of, plan_cells
 from octavo.bench.ladder.report import make_report, write
-from octavo.bench.ladder.search import Found, Probe, found_from_json, found_to_json
+from octavo.bench.ladder.search import Found, Probe, Search, found_from_json, found_to_json
+from octavo.bench.load.records import RunRecord
+from octavo.bench.load.statistics import Interval
 
 from tests.unit.bench.ladder_samples import cell, drawn
 
@@ -103,6 +106,31 @@ def test_report_of_two_arms_is_whole(tmp_path: Path) -> None:
     assert "met" in text
 
 
+def test_report_attributes_nothing_to_a_step_that_cannot_be_told_from_none() -> None:
+    report = make_report(measured())
+    sure = Interval(1.5, 1.2, 1.9)
+    steps = [
+        replace(report.steps[0], what="one", ratio=sure),
+        replace(report.steps[0], what="two", ratio=Interval(1.6, 0.9, 2.8)),
+        replace(report.steps[0], what="three", ratio=Interval(1.7, None, None)),
+    ]
+    comparison = replace(
+        report.comparison,
+        throughput_ratio=Interval(2.4, 2.0, 2.9),
+        best_static="static-nowaste",
+        best_static_over_control=Interval(1.6, 0.9, 2.8),
+        throughput_of_best_static=sure,
+    )
+    told = dict(paragraphs(replace(report, steps=steps, comparison=comparison)))["Throughput"]
+    assert "2.40 (2.00 to 2.90) times" in told
+    assert "one: x1.50 (1.20 to 1.90)" in told
+    assert "two" not in told
+    assert "three" not in told
+    assert "2 of 3 steps cannot be told from none" in told
+    assert "waste" not in told
+    assert "x1.50 (1.20 to 1.90) is what continuous batching" in told
+
+
 def test_report_prints_no_p99_from_too_few_requests() -> None:
     rows = make_report(measured()).rows()
     for row in rows:
@@ -120,6 +148,31 @@ def test_cell_survives_its_file(tmp_path: Path) -> None:
     assert again.samples == one.samples
     assert [r.outcome for r in again.run.requests] == [r.outcome for r in one.run.requests]
     assert [path.name for path in tmp_path.iterdir()] == ["middle.0.static.json"]
+
+
+class Saturating:
+    """Stacks and driver of a search; remembers what each probe asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, int]] = []
+
+    def use(self, arm: object, static: StaticSettings) -> None:
+        return None
+
+    def warm(self, stack: object) -> None:
+        return None
+
+    def saturate(self, stack: object, count: int, concurrency: int, seed: int) -> RunRecord:
+        self.asked.append((count, concurrency, seed))
+        return drawn(cell(), 0.5).run
+
+
+@pytest.mark.parametrize("arm", ["static-nowaste", "static-buckets"])
+def test_search_tries_all_batch_sizes_with_the_same_requests(arm: str) -> None:
+    lab = Saturating()
+    Search(replace(FULL, arms=(arm,)), lab, lab, lambda what: None).run()  # type: ignore[arg-type]
+    assert len(lab.asked) == len(FULL.batch_sizes)
+    assert len(set(lab.asked)) == 1
 
 
 def test_search_survives_its_file() -> None:

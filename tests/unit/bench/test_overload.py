@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from octavo.bench import BenchError
 from octavo.bench.load.arrivals import Phase, Phases
-from octavo.bench.load.records import Outcome
+from octavo.bench.load.records import Outcome, RequestRecord
 from octavo.bench.load.target import Answer, Request, Sink
+from octavo.bench.overload import seats_of
 from octavo.bench.overload.drive import Calibration, Look, Mix, at_load, calibrate, through
 from octavo.bench.overload.timeline import Timeline
 
+from tests.unit.bench.runs import request, run
 from tests.unit.bench.test_generator import Serve, Service
 from tests.unit.bench.virtual import run_virtual
 
@@ -95,9 +98,12 @@ def overloaded(patience: int | None) -> Timeline:
 def test_timeline_tells_a_service_that_refuses_from_one_that_lets_everybody_wait() -> None:
     bounded, unbounded = overloaded(3), overloaded(None)
     assert bounded.level_zero_s == pytest.approx(3.5)
+    assert bounded.latency_quantile == 0.9
+    assert bounded.latency_back_s is not None
     assert bounded.latency_back_s < 5
+    assert bounded.recovery_s is not None
     assert bounded.recovery_s < 5
-    assert unbounded.latency_back_s > 20
+    assert unbounded.latency_back_s is None or unbounded.latency_back_s > 20
     during = bounded.phase(60, 90)
     assert during["goodput_per_s"] > 3.0
     assert during["outcomes"]["QUEUE_FULL"] > 50
@@ -110,10 +116,45 @@ def test_timeline_is_told_as_text_record_and_picture(tmp_path: Path) -> None:
     text = timeline.as_text()
     for part in ("capacity 4.00 requests/s", "baseline", "QUEUE_FULL", "level 0 again 3.5 s after"):
         assert part in text
-    record = json.loads(json.dumps(timeline.as_record()))
+    record = json.loads(json.dumps(timeline.as_record(), allow_nan=False))
     assert record["overload"]["offered_per_s"] == pytest.approx(8.0, rel=0.2)
     timeline.plot(tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_timeline_tells_nothing_from_too_few_requests() -> None:
+    def at(planned_s: float, ttft_s: float) -> RequestRecord:
+        return request(round(planned_s), planned_s, chunk_times_s=(planned_s + ttft_s,), output_tokens=1)
+
+    calm = [at(number / 5, 0.1 + number / 1000) for number in range(60)]
+    late = [at(30 + number, 5.0) for number in range(8)]
+    back = [at(38 + number, 0.1) for number in range(12)]
+    looks = [Look(0.0, 0, 0, 0)]
+    few = Timeline(
+        run(*calm[:7], *late, *back, until_s=50.0), looks, Calibration(4.0, 0.1, 0.1), 20.0, 30.0, 0.0
+    )
+    record = json.loads(json.dumps(few.as_record(), allow_nan=False))
+    assert record["baseline"]["ttft_p50_s"] is record["baseline"]["ttft_p99_s"] is None
+    assert record["overload"]["ttft_p50_s"] is None
+    assert record["latency_back_s"] is record["recovery_s"] is record["latency_quantile"] is None
+    assert "nan" not in few.as_text().lower()
+    assert "wants 10 answered requests" in few.as_text()
+    for count, quantile, back_s in ((15, 0.5, 2.5), (60, 0.9, 6.5)):
+        some = replace(few, run=run(*calm[:count], *late, *back, until_s=50.0))
+        assert some.latency_quantile == quantile
+        assert some.phase(0, 20)["ttft_p99_s"] is None
+        assert some.latency_back_s is not None
+        assert some.latency_back_s == back_s
+        assert f"baseline's P{100 * quantile:g} after" in some.as_text()
+    never = replace(few, run=run(*calm, *(at(30 + n, 5.0) for n in range(20)), until_s=50.0))
+    assert never.latency_back_s is None
+    assert "not before the end" in never.as_text()
+
+
+def test_seats_are_asked_of_those_who_may_not_see_them() -> None:
+    with pytest.raises(BenchError, match="see the status"):
+        seats_of({"max_model_len": 512, "options": {}})
+    assert seats_of({"max_num_seqs": 16, "workers": 2}) == 32
 
 
 def test_load_is_offered_at_the_rate_that_was_asked_for() -> None:

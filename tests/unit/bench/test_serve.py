@@ -18,9 +18,9 @@ from octavo.bench import BenchError, compare, serve
 from octavo.bench.datasets import corpus as corpora
 from octavo.bench.load import files
 from octavo.bench.load.arrivals import Bursty, Closed, Even, Gamma, Poisson, Replay
-from octavo.bench.load.records import Outcome, TrafficRecord
+from octavo.bench.load.records import Outcome, RunRecord, TrafficRecord
 from octavo.bench.load.summary import ANSWERED, Slo
-from octavo.bench.load.tables import as_text
+from octavo.bench.load.tables import as_text, compared, differences
 from octavo.bench.serve_plan import parse_options, parse_slo, traffic
 from octavo.cli.main import main
 
@@ -123,6 +123,10 @@ def test_an_interrupt_leaves_what_there_is(scheduler: ThreadedScheduler, tmp_pat
         (["--rate", "-1"], "rate must be positive"),
         (["--rate", "1", "--slo", "p99=3"], "ttft, tpot or e2e"),
         (["--rate", "1", "--option", "priority"], "NAME=VALUE"),
+        (["--rate", "1", "--option", "foo=1"], "unknown option 'foo'"),
+        (["--rate", "1", "--option", "deadline=5s"], "deadline='5s'"),
+        (["--rate", "1", "--option", "priority=urgent"], "one of interactive, standard, batch"),
+        (["--rate", "1", "--option", "top_k=-3"], "top_k"),
         (["--rate", "1", "--dataset", "nothing"], "no dataset 'nothing'"),
         (["--rate", "1", "--buckets", "a"], "not made of numbers"),
         (["--rate", "1", "--model", "other"], "there are fake"),
@@ -139,6 +143,63 @@ def test_what_cannot_be_done_is_said_in_one_line(
     said = capsys.readouterr().err
     assert problem in said
     assert said.count("\n") == 1
+
+
+def test_options_of_a_file_are_looked_at_before_the_run(
+    scheduler: ThreadedScheduler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    rows = [{"prompt": "a", "output_tokens": 2}, {"prompt": "b", "output_tokens": 2, "options": {"foo": 1}}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    command = ["bench", "serve", "--endpoint", scheduler.fake.endpoint, "--rate", "100"]
+    assert main([*command, "--dataset", str(path), "--requests", "2"]) == 2
+    assert "unknown option 'foo'" in capsys.readouterr().err
+    assert scheduler.fake.requests == []
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(
+    scheduler: ThreadedScheduler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    command = ["bench", "serve", "--endpoint", scheduler.fake.endpoint, "--rate", "100", *SHORT]
+    for path in (tmp_path, tmp_path / "file" / "a.json"):
+        assert main([*command, "--out", str(path)]) == 2
+        assert str(tmp_path) in capsys.readouterr().err
+    assert scheduler.fake.requests == []
+
+
+def test_figures_are_told_even_if_the_file_cannot_be_written_any_more(
+    scheduler: ThreadedScheduler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise BenchError("no space left on device")
+
+    monkeypatch.setattr(files, "write", full)
+    command = ["bench", "serve", "--endpoint", scheduler.fake.endpoint, "--rate", "400", "--requests", "5"]
+    assert main([*command, *SHORT, "--out", str(tmp_path / "a.json")]) == 2
+    told = capsys.readouterr()
+    assert "5: 5 answered" in told.out
+    assert "no space left" in told.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ladder", "--out"],
+        ["overload", "--out"],
+        ["fleet", "--out"],
+        ["fragmentation", "--plot"],
+    ],
+)
+def test_no_bench_runs_for_results_that_cannot_be_written(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["bench", *words, str(tmp_path / "file" / "there")]) == 2
+    assert f"{tmp_path}/file" in capsys.readouterr().err
 
 
 def test_no_service_is_code_3(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +297,34 @@ def test_compare_sets_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFi
     assert line.split()[-3:] == ["400", "800", "2.000"]
     assert "slow had another seed: 2 instead of 1" in told
     assert "P99" not in told
+
+
+def test_compare_names_however_many_runs() -> None:
+    told = compared([run(request(0, 0.0))] * 30, ANSWERED)
+    for name in ("A (octavo)", "J (octavo)", "K (octavo)", "Z (octavo)", "AA (octavo)", "AD (octavo)"):
+        assert name in told
+
+
+def test_compare_says_what_else_was_asked() -> None:
+    def asked(model: str, warm_up_s: float, options: dict[str, Any], **more: Any) -> RunRecord:
+        one = run(request(0, 5.0), request(1, 6.0), warm_up_s=warm_up_s, **more)
+        return replace(one, target=replace(one.target, model=model, details={"options": options}))
+
+    first = asked("demo", 0.0, {"temperature": 0.0, "ignore_eos": True}, name="first")
+    assert differences([first, first]) == []
+    other = asked("big", 2.0, {"ignore_eos": False, "priority": "batch"}, name="other")
+    assert differences([first, other]) == [
+        "other had another model: big instead of demo",
+        "other had another warm-up: 2 s instead of 0 s",
+        "other had another ignore_eos: False instead of True",
+        "other had another priority: batch instead of None",
+    ]
+    longer = replace(first, name="longer", until_s=60.0)
+    assert differences([first, longer]) == []
+    longer = replace(longer, requests=(*longer.requests, request(2, 50.0)))
+    assert differences([first, longer]) == [
+        "longer had another length: 60.0 s with 3 requests instead of 10.0 s with 2 requests"
+    ]
 
 
 def test_compare_refuses_what_is_no_run(tmp_path: Path) -> None:

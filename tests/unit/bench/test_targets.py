@@ -83,6 +83,17 @@ async def test_octavo_errors_are_outcomes(
     assert (answer.outcome, answer.reason) == (outcome, reason)
 
 
+async def test_octavo_drives_an_adapter_by_its_name(scheduler: FakeScheduler) -> None:
+    scheduler.adapters = ["french"]
+    async with OctavoTarget(scheduler.endpoint, model="french") as target:
+        await target.ask(request(), Counter())
+        assert target.record.model == "french"
+        assert target.record.details["max_model_len"] == 2048
+    assert scheduler.requests[0].model == "french"
+    async with OctavoTarget(scheduler.endpoint) as target:
+        assert target.record.model == "fake"
+
+
 async def test_octavo_tokens_and_conversations_are_sent_as_they_are(scheduler: FakeScheduler) -> None:
     async with OctavoTarget(scheduler.endpoint, model="fake", connections=2) as target:
         await target.ask(request([4, 5, 6]), Counter())

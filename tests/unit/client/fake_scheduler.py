@@ -138,6 +138,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled: list[str] = []
         self.sessions = 0
+        self.adapters: list[str] = []
         self.keys: list[str | None] = []
         """What each session carried as its authorization."""
         self.refusing = ""
@@ -333,7 +334,8 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         request: pb.ListModelsRequest,
         context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
     ) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[pb.Model(id="fake", max_model_len=2048, workers=1)])
+        model = pb.Model(id="fake", max_model_len=2048, workers=1, adapters=self.adapters)
+        return pb.ListModelsResponse(models=[model])
 
 
 class ThreadedScheduler:

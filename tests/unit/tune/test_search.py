@@ -7,7 +7,7 @@ import random
 import pytest
 from octavo.tune.search import BETTER, Search, Settings, Space, Trial
 from octavo.tune.simulated import SimulatedTrials, SimulatedWorker
-from octavo.tune.target import LatencyTarget
+from octavo.tune.target import LatencyTarget, keeps_up
 
 from scheduler_svc.sim import StepTimes
 
@@ -65,6 +65,39 @@ def test_search_stops_when_time_is_up_with_the_best_so_far() -> None:
     found = Search(SPACE, response, 2.0, may_go_on=lambda: response.trials < 6).run()
     assert response.trials == 6
     assert found.best is not None
+
+
+def test_search_ends_when_every_rate_is_kept() -> None:
+    found = Search(SPACE, Response(Settings(32, 512), float("inf")), 2.0).run()
+    assert found.best is not None
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_rate_that_keeps_a_target_for_tokens_alone_is_one_that_the_worker_can_serve(equal: bool) -> None:
+    rng = random.Random(5)
+    lengths = [(100, 20) if equal else (rng.randint(20, 400), rng.randint(5, 80)) for _ in range(800)]
+    worker = SimulatedWorker(StepTimes.builtin(), 2048, max_model_len=512)
+    target = LatencyTarget(percentile=90, tpot_s=0.3)
+    trials = SimulatedTrials(worker, lengths[:200], target)
+    best = Search(Space((16,), (256,)), trials, 4.0).run().best
+    assert best is not None
+    # More requests than the trial had, so that the beginning and the end of them hardly count.
+    again = SimulatedTrials(worker, lengths, target)(best.settings, best.rate_per_s)
+    assert again.tokens_per_s is not None
+    answered_per_s = again.tokens_per_s * len(lengths) / sum(output for _, output in lengths)
+    assert best.rate_per_s < 1.1 * answered_per_s
+
+
+def test_trial_during_which_too_little_is_answered_does_not_keep_up() -> None:
+    arrived = [float(number) for number in range(101)]
+    prompt = [(at + 3.0, 3.0) for at in arrived]
+    assert keeps_up(arrived, prompt)
+    assert keeps_up(arrived, prompt[:93])
+    assert not keeps_up(arrived, prompt[:80])
+    # A service at half of the rate, and one that answers all of a burst at once.
+    assert not keeps_up(arrived, [(2 * at + 3.0, 3.0) for at in arrived])
+    assert not keeps_up([0.0, 0.1, 0.2, 0.3], [(5.0, 4.9)] * 4)
+    assert not keeps_up(arrived, [])
 
 
 def test_search_never_asks_for_fewer_tokens_than_sequences() -> None:

@@ -58,7 +58,7 @@ async def read(path: Path, tokenizer: Tokenizer, output_tokens: int | None) -> F
 async def _json_lines(path: Path, text: str, tokenizer: Tokenizer, output_tokens: int | None) -> FileRequests:
     requests: list[Request] = []
     times: list[float] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

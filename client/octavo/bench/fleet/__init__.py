@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from octavo.bench import BenchError
+from octavo.bench import BenchError, claim_folder
 from octavo.cli import output
 
 if TYPE_CHECKING:
@@ -72,16 +72,20 @@ def run(arguments: argparse.Namespace) -> str:
         traces=arguments.traces,
         plan_log=arguments.plan_log,
     )
+    if arguments.out is not None:
+        claim_folder(arguments.out)
     try:
         outcomes = _simulate(plan_runs(conditions, traffic, arguments.seeds), arguments.jobs)
-        if arguments.out is not None:
-            for path in write(outcomes, traffic, arguments.out):
-                output.note(f"wrote {path}")
     except (PlanLogError, OSError) as error:
         raise BenchError(str(error)) from error
-    if arguments.json:
-        return json.dumps(as_record(outcomes, traffic), indent=2)
-    return as_text(outcomes)
+    told = json.dumps(as_record(outcomes, traffic), indent=2) if arguments.json else as_text(outcomes)
+    if arguments.out is not None:
+        try:
+            for path in write(outcomes, traffic, arguments.out):
+                output.note(f"wrote {path}")
+        except OSError as error:
+            raise BenchError(str(error), partial=told) from error
+    return told
 
 
 def _simulate(runs: Sequence[Run], processes: int) -> list[Outcome]:

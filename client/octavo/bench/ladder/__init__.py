@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from octavo.bench import BenchError, BenchInterrupted
+from octavo.bench import BenchError, BenchInterrupted, claim_folder
 from octavo.cli import output
 from octavo.cli.durations import duration
 
@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> str:
             raise BenchError(
                 f"{folder} holds an experiment: go on with it with --resume, or name another --out"
             )
+    claim_folder(folder)
     with _Progress() as show:
         experiment = Experiment(config, folder, Workload(config), show.tell)
         if arguments.report_only is None:
@@ -114,15 +115,15 @@ def _report(experiment: Experiment) -> str:
     from octavo.bench.ladder.report import make_report, write  # noqa: PLC0415 # needs the extra `bench`
 
     report = make_report(experiment.measured())
-    try:
-        paths = write(report, experiment.folder)
-    except OSError as error:
-        raise BenchError(f"{experiment.folder}: {error.strerror}") from error
     rows = [
         (one.what, one.measured, one.target, {None: "", True: "met", False: "missed"}[one.met], one.article)
         for one in headlines(report)
     ]
     table = output.table(("", "measured", "target", "", "articles"), rows)
+    try:
+        paths = write(report, experiment.folder)
+    except OSError as error:
+        raise BenchError(f"{experiment.folder}: {error.strerror}", partial=table) from error
     return "\n".join([table, "", *(f"wrote {path}" for path in paths)])
 
 

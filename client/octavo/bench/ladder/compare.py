@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from statistics import fmean, stdev
 from typing import Any, Final
-
-from scipy import stats
 
 from octavo.bench.ladder.arms import ARMS, CONTROL, SUBJECT
 from octavo.bench.ladder.figures import Figures, Latency, Quantile
-from octavo.bench.load.statistics import CONFIDENCE, Interval
+from octavo.bench.load.statistics import Interval, ratio_interval
 
 ARTICLES: Final = {
     "throughput_ratio": 2.13,
@@ -37,7 +33,7 @@ class Comparison:
     control_rung: str | None
     saturated_rung: str | None
     throughput_ratio: Interval | None
-    """Tokens per second at the highest rung, where both are saturated."""
+    """Tokens per second at the highest rung, where both are saturated: the geometric mean over repeats."""
     p50_ratio: Interval | None
     """End to end, at the control's capacity. The bounds are the farthest apart that either side has."""
     p99_ratio: Interval | None
@@ -46,6 +42,7 @@ class Comparison:
     kv_use_static: float | None
     throughput_of_best_static: Interval | None
     """The subject to the best static arm, which wastes nothing."""
+    best_static_over_control: Interval | None
     best_static: str | None
 
 
@@ -71,6 +68,7 @@ def compare(figures: AllFigures, rungs: Mapping[str, float], control_rung: str |
         kv_use_paged=saturated[0].kv_written_waited if saturated[0] is not None else None,
         kv_use_static=saturated[1].kv_written_waited if saturated[1] is not None else None,
         throughput_of_best_static=_throughput_ratio(saturated[0], best_static),
+        best_static_over_control=_throughput_ratio(best_static, saturated[1]),
         best_static=best_static.arm if best_static is not None else None,
     )
 
@@ -78,26 +76,24 @@ def compare(figures: AllFigures, rungs: Mapping[str, float], control_rung: str |
 def _throughput_ratio(over: Figures | None, under: Figures | None) -> Interval | None:
     if over is None or under is None:
         return None
-    return ratio_of_means(over.tokens_per_s_by_slice, under.tokens_per_s_by_slice)
+    return ratio_by_repeat(over.tokens_per_s_by_repeat, under.tokens_per_s_by_repeat)
 
 
-def ratio_of_means(over: Sequence[float], under: Sequence[float]) -> Interval | None:
-    """Return the ratio of two means, with its interval by Student's t on the logarithm (delta method).
+def ratio_by_repeat(over: Mapping[int, float], under: Mapping[int, float]) -> Interval | None:
+    """Return the ratio of two rates from the repeats that both have; None when there is none, or no output.
 
-    None when a mean is not positive.
+    The arms of a repeat take turns within minutes, so a pair shares what the machine did then.
     """
-    means = fmean(over) if over else 0.0, fmean(under) if under else 0.0
-    if min(means) <= 0:
+    both = sorted(over.keys() & under.keys())
+    pairs = [over[repeat] for repeat in both], [under[repeat] for repeat in both]
+    if not both or min(*pairs[0], *pairs[1]) <= 0:
         return None
-    value = means[0] / means[1]
-    freedom = min(len(over), len(under)) - 1
-    if freedom < 1:
-        return Interval(value, None, None)
-    errors = [
-        stdev(part) / math.sqrt(len(part)) / mean for part, mean in zip((over, under), means, strict=True)
-    ]
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.hypot(*errors)
-    return Interval(value, value * math.exp(-half), value * math.exp(half))
+    return ratio_interval(*pairs)
+
+
+def differs(ratio: Interval) -> bool:
+    """Return whether a ratio is other than 1 as far as its interval tells; without one, nothing is told."""
+    return ratio.low is not None and ratio.high is not None and not ratio.low <= 1 <= ratio.high
 
 
 def _latency_ratio(over: Figures | None, under: Figures | None, name: str) -> Interval | None:

@@ -181,7 +181,7 @@ class Experiment:
 
     def _loads_of(self, found: Found) -> Loads:
         static = [name for name in self.config.arms if ARMS[name].static]
-        return loads_of(self.config, found.capacities, static, CONTROL)
+        return loads_of(self.config, found.capacities, static, CONTROL, found.longest_batch_s)
 
     def _make_plan(self, found: Found, began: float) -> CellPlan:
         loads = self._loads or self._loads_of(found)

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from octavo.bench.ladder import words
 from octavo.bench.ladder.arms import ARMS, CONTROL, SUBJECT
-from octavo.bench.ladder.compare import ARTICLES
+from octavo.bench.ladder.compare import ARTICLES, differs
 from octavo.bench.ladder.figures import Figures
 from octavo.bench.ladder.report import Report
 from octavo.bench.load.statistics import Interval, needed
@@ -87,20 +87,28 @@ def _throughput(report: Report) -> tuple[str, str] | None:
     if ratio is None:
         return None
     text = (
-        f"Saturated, the subject makes {ratio.value:.2f} times the tokens of the control; the articles "
+        f"Saturated, the subject makes {words.plain(ratio)} times the tokens of the control; the articles "
         f"say {ARTICLES['throughput_ratio']:.2f}. "
     )
-    told = [f"{step.what}: {_times(step.ratio)}" for step in report.steps]
+    told = [f"{step.what}: {_times(step.ratio)}" for step in report.steps if differs(step.ratio)]
     if told:
         text += f"Step by step ({'; '.join(told)}). "
-    if best is not None and report.comparison.best_static not in (None, CONTROL):
-        waste = ratio.value / best.value
-        text += (
-            f"Of the whole, a factor of {waste:.2f} is waste of the control that a careful static server "
-            f"avoids ({ARMS[report.comparison.best_static or CONTROL].title}), and {best.value:.2f} is "
-            "left as what continuous batching over paged memory adds to that."
-        )
-    return "Throughput", text
+    if len(told) < len(report.steps):
+        text += f"{len(report.steps) - len(told)} of {len(report.steps)} steps cannot be told from none. "
+    waste = report.comparison.best_static_over_control
+    if report.comparison.best_static not in (None, CONTROL):
+        best_title = ARMS[report.comparison.best_static or CONTROL].title
+        parts = [
+            f"{_times(part)} {what}"
+            for part, what in (
+                (waste, f"is waste of the control that a careful static server avoids ({best_title})"),
+                (best, "is what continuous batching over paged memory adds to a server that avoids it"),
+            )
+            if part is not None and differs(part)
+        ]
+        if parts:
+            text += f"Of the whole, {', and '.join(parts)}."
+    return "Throughput", text.rstrip()
 
 
 def _times(ratio: Interval) -> str:

@@ -16,14 +16,12 @@ from octavo.bench.ladder.config import LadderConfig
 from octavo.bench.ladder.watch import Sample, series_to_json
 from octavo.bench.load.records import Outcome, RequestRecord
 from octavo.bench.load.statistics import Interval, mean_interval, needed, quantile_interval
-from octavo.bench.load.summary import Slo, Summary, summarize
+from octavo.bench.load.summary import Summary, summarize
 from octavo.bench.serve_plan import parse_slo
 
 QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 CDF_POINTS: Final = 100
 SERIES_POINTS: Final = 60
-SLICE_S: Final = 5.0
-"""Windows are cut into slices at least this long; rates get their intervals from how much these differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,11 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One arm at one rung."""
+    """One arm at one rung.
+
+    Intervals of rates and shares are over repeats: parts of one window share whatever the machine did then,
+    and would promise more than is known.
+    """
 
     arm: str
     rung: str
@@ -78,7 +80,7 @@ class Figures:
     requests_per_s: Interval
     goodput_per_s: Interval
     good_share: float
-    tokens_per_s_by_slice: tuple[float, ...]
+    tokens_per_s_by_repeat: dict[int, float]
     kv_written: Interval
     """Mean share of all slots that is written, over time."""
     kv_written_waited: float | None
@@ -108,8 +110,7 @@ def figures_of(results: Sequence[CellResult], config: LadderConfig) -> Figures:
     measured = [one for result in results for one in result.run.measured]
     everything = [sample for result in results for sample in result.within_window()]
     first = results[0].cell
-    slices = [part for result in results for part in _slices(result, slo)]
-    tokens = [part.tokens_per_s for part in slices]
+    tokens = [one.output_tokens_per_s for one in summaries]
     waited = [sample for sample in everything if sample.waiting > 0]
     rate = mean_interval(tokens)
     return Figures(
@@ -128,11 +129,13 @@ def figures_of(results: Sequence[CellResult], config: LadderConfig) -> Figures:
         queue=_of_answered(measured, lambda one: one.queue_s),
         queue_by_bucket=_by_bucket(measured, config.bucket_bounds),
         tokens_per_s=rate,
-        requests_per_s=mean_interval([part.answered_per_s for part in slices]),
-        goodput_per_s=mean_interval([part.good_per_s for part in slices]),
+        requests_per_s=mean_interval([one.requests_per_s for one in summaries]),
+        goodput_per_s=mean_interval([one.goodput_per_s for one in summaries]),
         good_share=sum(one.good_share * one.requests for one in summaries) / max(1, len(measured)),
-        tokens_per_s_by_slice=tuple(tokens),
-        kv_written=mean_interval([part.written for part in slices]),
+        tokens_per_s_by_repeat={
+            result.cell.repeat: rate for result, rate in zip(results, tokens, strict=True)
+        },
+        kv_written=mean_interval([_mean(one.within_window(), lambda at: at.written) for one in results]),
         kv_written_waited=_mean(waited, lambda one: one.written) if waited else None,
         kv_active=_mean(everything, lambda one: one.active),
         kv_cached=_mean(everything, lambda one: one.cached),
@@ -153,41 +156,6 @@ def figures_of(results: Sequence[CellResult], config: LadderConfig) -> Figures:
         ),
         series=series_to_json(_thinned(results[0].samples)),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    tokens_per_s: float
-    answered_per_s: float
-    good_per_s: float
-    written: float
-
-
-def _slices(result: CellResult, slo: Slo) -> list[_Slice]:
-    """Cut the window of a cell into slices of one length."""
-    run, count = result.run, max(1, int(result.run.window_s / SLICE_S))
-    length = run.window_s / count
-    tokens, answered, good = [0.0] * count, [0] * count, [0] * count
-    for one in run.requests:
-        # As `summarize` counts: what was being served when the generator left has come, too.
-        if one.chunk_times_s and one.outcome in (Outcome.OK, Outcome.ABANDONED):
-            each = one.output_tokens / len(one.chunk_times_s)
-            for at in one.chunk_times_s:
-                if run.warm_up_s <= at < run.until_s:
-                    tokens[int((at - run.warm_up_s) / length)] += each
-    for one in run.measured:
-        place = min(count - 1, int((one.offered.planned_s - run.warm_up_s) / length))
-        answered[place] += one.outcome is Outcome.OK
-        good[place] += slo.met_by(one)
-    parts: list[list[float]] = [[] for _ in range(count)]
-    for sample in result.within_window():
-        parts[min(count - 1, int((sample.at_s - run.warm_up_s) / length))].append(sample.written)
-    return [
-        _Slice(
-            tokens[i] / length, answered[i] / length, good[i] / length, fmean(parts[i]) if parts[i] else 0.0
-        )
-        for i in range(count)
-    ]
 
 
 def latency(

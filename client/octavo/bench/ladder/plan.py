@@ -6,7 +6,9 @@ and search is shared out so:
 1. The two arms that are compared (`SUBJECT` and `CONTROL`) get, at the control's capacity, windows in
    which enough requests come for a P99, if that takes at most `COMPARED_SHARE` of the time.
 2. All other cells share what is left: the two arms twice as much as the others, and light loads, which bring
-   fewer requests, more than heavy ones (by the root of the rate).
+   fewer requests, more than heavy ones (by the root of the rate). At the highest rung no window is shorter
+   than `SATURATED_BATCHES` of the longest batches of a static arm, as far as the others can spare the time:
+   a part of a batch is no rate.
 3. When the windows of the others would be shorter than `MIN_WINDOW_S`, there are fewer repeats, down to two.
 4. When that is not enough, the windows are `MIN_WINDOW_S` long and the budget is exceeded; the plan says so.
 
@@ -24,6 +26,7 @@ from octavo.bench.ladder.config import LadderConfig
 from octavo.bench.load.statistics import needed
 
 MIN_WINDOW_S: Final = 5.0
+SATURATED_BATCHES: Final = 3
 MIN_REPEATS: Final = 2
 COMPARED_SHARE: Final = 0.7
 """Share of the time that goes, at most, into the windows of the comparison."""
@@ -35,6 +38,10 @@ LONGEST_DRAIN_S: Final = 45.0
 """Wait for what is under way where an arm keeps up with the load."""
 CUT_DRAIN_S: Final = 1.0
 """The same where it cannot: what is not answered counts as slower than all that is."""
+
+
+_Key = tuple[str, str]
+"""Arm and rung."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,8 @@ class Loads:
     rungs: Mapping[str, float]
     control_rung: str
     """The rung at which the control is at its capacity."""
+    longest_batch_s: float = 0.0
+    """Of the static arms, in the batch size that each is tuned to."""
 
 
 def plan_cells(config: LadderConfig, loads: Loads, available_s: float) -> CellPlan:
@@ -100,6 +109,12 @@ def plan_cells(config: LadderConfig, loads: Loads, available_s: float) -> CellPl
                     f"about {offered:.0f} requests for {arm} at the control's capacity: no P99, "
                     f"which wants {wanted}"
                 )
+    short = [arm for arm in config.arms if windows[arm, _top(loads)] < _saturated_s(loads)]
+    if short:
+        notes.append(
+            f"windows at the highest rung are shorter than {SATURATED_BATCHES} of the longest batches "
+            f"({_saturated_s(loads):.0f} s): {', '.join(short)}"
+        )
     cells = _in_order(config, loads, windows, repeats)
     expected = sum(cell.warm_up_s + cell.window_s + DRAIN_S for cell in cells)
     if expected > available_s + 1:
@@ -127,17 +142,48 @@ def _windows(
     shares = {
         key: (2.0 if key[0] in config.full_arms else 1.0) / loads.rungs[key[1]] ** 0.5 for key in others
     }
-    scarce = False
-    for key in others:
-        share_s = left * shares[key] / (repeats * sum(shares.values()))
-        scarce |= share_s < MIN_WINDOW_S
-        windows[key] = max(MIN_WINDOW_S, share_s)
+    least = {key: _least(loads, key[1]) for key in others}
+    scarce = any(left * share / (repeats * sum(shares.values())) < MIN_WINDOW_S for share in shares.values())
+    windows |= _shared(left / repeats, shares, least)
     # Beyond what a P99 wants, longer windows add little.
     return {key: min(value, _most(loads, key[1], repeats)) for key, value in windows.items()}, scarce
 
 
+def _shared(time_s: float, shares: Mapping[_Key, float], least_s: Mapping[_Key, float]) -> dict[_Key, float]:
+    """Share time out, by weight, so that nobody gets less than its least while others have more.
+
+    What all of them want at least may be more than there is: then each gets `MIN_WINDOW_S` and its part, by
+    what it wants beyond that, of the rest.
+    """
+    wanted_s = sum(least_s.values()) - MIN_WINDOW_S * len(least_s)
+    spare_s = max(0.0, time_s - MIN_WINDOW_S * len(least_s))
+    if wanted_s >= spare_s:
+        part = spare_s / wanted_s if wanted_s > 0 else 0.0
+        return {key: MIN_WINDOW_S + part * (least - MIN_WINDOW_S) for key, least in least_s.items()}
+    open_keys, found = set(shares), dict(least_s)
+    while True:
+        left_s = time_s - sum(least_s[key] for key in found.keys() - open_keys)
+        total = sum(shares[key] for key in open_keys)
+        below = {key for key in open_keys if left_s * shares[key] / total < least_s[key]}
+        if not below:
+            return found | {key: left_s * shares[key] / total for key in open_keys}
+        open_keys -= below
+
+
+def _top(loads: Loads) -> str:
+    return max(loads.rungs, key=lambda rung: loads.rungs[rung])
+
+
+def _saturated_s(loads: Loads) -> float:
+    return SATURATED_BATCHES * loads.longest_batch_s
+
+
+def _least(loads: Loads, rung: str) -> float:
+    return max(MIN_WINDOW_S, _saturated_s(loads) if rung == _top(loads) else 0.0)
+
+
 def _most(loads: Loads, rung: str, repeats: int) -> float:
-    return max(MIN_WINDOW_S, 2 * SPARE * needed(0.99) / (repeats * loads.rungs[rung]))
+    return max(_least(loads, rung), 2 * SPARE * needed(0.99) / (repeats * loads.rungs[rung]))
 
 
 def _in_order(
@@ -159,7 +205,11 @@ def _in_order(
 
 
 def loads_of(
-    config: LadderConfig, capacities: Mapping[str, float], static: Sequence[str], control: str
+    config: LadderConfig,
+    capacities: Mapping[str, float],
+    static: Sequence[str],
+    control: str,
+    longest_batch_s: float = 0.0,
 ) -> Loads:
     """Return the rungs that follow from the arms' capacities.
 
@@ -180,7 +230,8 @@ def loads_of(
         "best": best,
         "overload": 1.5 * best,
     }
-    return Loads(dict(capacities), {name: rungs[name] for name in config.rungs}, control_rung)
+    rates = {name: rungs[name] for name in config.rungs}
+    return Loads(dict(capacities), rates, control_rung, longest_batch_s)
 
 
 def plan_to_json(plan: CellPlan) -> dict[str, Any]:

@@ -4,7 +4,8 @@ The capacity of an arm is its throughput when there is always somebody waiting, 
 at the full rate of a server has a queue without bound, however good the server is.
 
 1. Each static arm gets the batch size with which it serves most when saturated (the smallest of those within
-   `TIE` of the best): whole batches of it, one after the other. Its timeout does not matter then.
+   `TIE` of the best): the same requests with each size, enough for `BATCHES` whole batches of the largest.
+   Its timeout does not matter then.
 2. The control's batch sizes within `TIE` of its best (the best two, if more) are then run with each timeout
    in an open loop at `TUNING_LOAD` of its capacity; the pair with the lowest mean latency wins. All static
    arms take its timeout.
@@ -30,7 +31,7 @@ MARGIN: Final = 0.1
 TIE: Final = 0.03
 TUNING_LOAD: Final = 0.7
 BATCHES: Final = 3
-"""Whole batches that a static arm serves in a probe."""
+"""Whole batches that a static arm serves in a probe, at least."""
 MIN_PROBE_REQUESTS: Final = 24
 TUNING_REQUESTS: Final = (12, 60)
 """Requests with which a timeout is tried, at least and at most."""
@@ -65,6 +66,11 @@ class Found:
     capacities: dict[str, float]
     """Requests per second, by arm."""
     probes: tuple[Probe, ...]
+
+    @property
+    def longest_batch_s(self) -> float:
+        """How long a full batch takes, of the static arm in which that is longest."""
+        return max((one.batch_size / self.capacities[name] for name, one in self.static.items()), default=0.0)
 
 
 class Search:
@@ -113,15 +119,12 @@ class Search:
     def _batch_sizes(self, arm: Arm) -> dict[int, float]:
         """Return the throughput of a saturated static arm by batch size."""
         config, found = self._config, {}
+        count = _probe_requests(config, arm)
         for batch_size in config.batch_sizes:
             self._on_step(f"{arm.title}: batches of {batch_size}")
             stack = self._stacks.use(
                 arm, StaticSettings(batch_size=batch_size, timeout_s=min(config.timeouts_s))
             )
-            count = max(BATCHES * batch_size, MIN_PROBE_REQUESTS)
-            if arm.buckets:
-                # Enough of each length for whole batches.
-                count += batch_size * (len(config.bucket_bounds) + 1) // 2
             run = self._driver.saturate(stack, count, count, config.seed)
             found[batch_size] = self._note(
                 arm, run, kind="saturated", concurrency=count, batch_size=batch_size
@@ -181,6 +184,14 @@ class Search:
         )
         self._probes.append(probe)
         return probe
+
+
+def _probe_requests(config: LadderConfig, arm: Arm) -> int:
+    """Return how many requests each batch size of an arm gets: none is to win by the lengths of its own."""
+    largest = max(config.batch_sizes)
+    count = max(BATCHES * largest, MIN_PROBE_REQUESTS)
+    # Enough of each length for whole batches.
+    return count + largest * (len(config.bucket_bounds) + 1) // 2 if arm.buckets else count
 
 
 def _throughput(answered: Sequence[RequestRecord], begin: float, tail: float) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.bench.ladder.figures import SLICE_S, Latency, Quantile
+from octavo.bench.ladder.figures import Latency, Quantile
 from octavo.bench.load.statistics import Interval, needed
 
 MISSING = "\N{EN DASH}"
@@ -69,5 +69,6 @@ LEGEND = (
     f"{MISSING}: too few requests (a P99 wants {needed(0.99)}, a P90 {needed(0.9)}, a P50 {needed(0.5)}). "
     "> x: the percentile lies among requests that were not answered, and is longer than any that was (x). "
     "In brackets: 95% confidence intervals, of percentiles from order statistics of all repeats together, of "
-    f"rates and shares by Student's t over slices of at least {SLICE_S:g} s of all windows."
+    "rates and of their ratios by Student's t over repeats (ratios: on logarithms, in pairs); a single "
+    "repeat gives none."
 )

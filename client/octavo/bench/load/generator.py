@@ -48,7 +48,8 @@ class Traffic:
     warm_up_s: float = 0.0
     """Requests planned before this are sent and not measured."""
     duration_s: float | None = None
-    """Length of the window after the warm-up. None: until the last request is sent."""
+    """Length of the window after the warm-up. None: until the last request is sent, in a closed loop until
+    the last is answered."""
 
     @property
     def end_s(self) -> float | None:
@@ -161,15 +162,24 @@ class _Run:
                     self._spawn(group, self._slot(source))
             else:
                 self._spawn(group, self._send(group, self._traffic.arrivals))
-            await self._unless_stopped(self._all_sent)
+            await self._sending()
             until_s = self._until_s()
             await self._unless_stopped(self._idle, self._limits.drain_s)
             for task in (*self._tasks, reporter):
                 task.cancel()
         cpu_s = time.process_time() - cpu_s
-        return self._record(started_at, until_s, cpu_s)
+        return self._record(started_at, self._last_answer_s() if until_s is None else until_s, cpu_s)
 
     # -- sending
+
+    async def _sending(self) -> None:
+        """Wait until nothing more will be sent. The window of a closed loop ends on time whoever answers."""
+        end_s = self._traffic.end_s
+        if end_s is None or not isinstance(self._traffic.arrivals, Closed):
+            await self._unless_stopped(self._all_sent)
+            return
+        await self._unless_stopped(self._all_sent, end_s - self._elapsed_s())
+        self._window_covered |= not self._all_sent.is_set()
 
     def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
         task = group.create_task(work)
@@ -265,12 +275,20 @@ class _Run:
             for wait in waits:
                 wait.cancel()
 
-    def _until_s(self) -> float:
-        """Return the end of the window, now that the last request was sent."""
+    def _until_s(self) -> float | None:
+        """Return the end of the window, now that the last request was sent; None: the last answer."""
         if self._stop.is_set():
             return self._elapsed_s()
         end_s = self._traffic.end_s
-        return end_s if end_s is not None and self._window_covered else self._last_planned_s
+        if end_s is not None and self._window_covered:
+            return end_s
+        # A closed loop sends as many at once as it may: what is sent last says little of the time it took.
+        return None if isinstance(self._traffic.arrivals, Closed) else self._last_planned_s
+
+    def _last_answer_s(self) -> float:
+        """Return when the last request ended that was not cut off."""
+        ends = (one.ended_s for one in self._records if one.outcome is not Outcome.ABANDONED)
+        return max(ends, default=self._last_planned_s)
 
     # -- telling
 

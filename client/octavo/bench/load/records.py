@@ -156,7 +156,8 @@ class RunRecord:
     warm_up_s: float
     """Requests planned before this are sent and not measured."""
     until_s: float
-    """End of the window: requests are planned until here. What comes later is drain."""
+    """End of the window: requests are planned until here. What comes later is drain. The window of a closed
+    loop without a duration ends with the last answer."""
     ended_s: float
     """When the last request had ended."""
     generator: GeneratorRecord
@@ -169,7 +170,11 @@ class RunRecord:
     @property
     def measured(self) -> tuple[RequestRecord, ...]:
         """Requests of the window."""
-        return tuple(one for one in self.requests if self.warm_up_s <= one.offered.planned_s <= self.until_s)
+        return tuple(one for one in self.requests if self.in_window(one.offered.planned_s))
+
+    def in_window(self, at_s: float) -> bool:
+        """Return whether a time is within the window."""
+        return self.warm_up_s <= at_s <= self.until_s
 
     @property
     def window_s(self) -> float:

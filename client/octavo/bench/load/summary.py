@@ -39,7 +39,9 @@ ANSWERED = Slo()
 class Summary:
     """Figures over the requests planned within the window of a run. Times are seconds.
 
-    Latencies are those of requests that were answered (`ok`) and count from the planned time.
+    What is told per second counts what came within the window, of whichever request: what is answered during
+    the drain is no rate that was kept up. Latencies are those of requests that were
+    answered (`ok`) and count from the planned time.
     """
 
     requests: int
@@ -50,7 +52,7 @@ class Summary:
     reasons: Mapping[str, int]
     """What was not `ok`, by reason."""
     requests_per_s: float
-    """Of the window, answered; over the length of the window."""
+    """Answered within the window, over its length."""
     output_tokens_per_s: float
     """Tokens that came within the window, of whichever request, over its length: the steady state."""
     makespan_output_tokens_per_s: float
@@ -68,7 +70,7 @@ class Summary:
     e2e_s: Distribution
     queue_s: Distribution
     goodput_per_s: float
-    """Requests of the window that met the SLO, over its length."""
+    """Answered within the window and within the SLO, over its length."""
     good_share: float
     """Share of the requests of the window that met the SLO; those that failed did not."""
     slo: str
@@ -86,13 +88,14 @@ def summarize(run: RunRecord, slo: Slo = ANSWERED) -> Summary:
     gaps = [gap for one in done for gap in one.gaps_s]
     first = min((one.offered.planned_s for one in measured), default=run.warm_up_s)
     makespan_s = max((one.ended_s for one in done), default=first) - first
+    answered = [one for one in run.requests if one.outcome is Outcome.OK and run.in_window(one.ended_s)]
     output_tokens = sum(one.output_tokens for one in done)
     return Summary(
         requests=len(measured),
         window_s=window_s,
         outcomes={outcome.value: outcomes[outcome] for outcome in Outcome},
         reasons=dict(Counter(one.reason or one.outcome for one in measured if one.outcome is not Outcome.OK)),
-        requests_per_s=_per(len(done), window_s),
+        requests_per_s=_per(len(answered), window_s),
         output_tokens_per_s=_per(_tokens_within(run.requests, run.warm_up_s, run.until_s), window_s),
         makespan_output_tokens_per_s=_per(output_tokens, makespan_s),
         prompt_tokens=sum(_prompt_tokens(one) for one in done),
@@ -103,7 +106,7 @@ def summarize(run: RunRecord, slo: Slo = ANSWERED) -> Summary:
         itl_s=distribution(gaps, independent=sum(len(one.chunk_times_s) > 1 for one in done)),
         e2e_s=distribution([one.e2e_s for one in done]),
         queue_s=distribution(_known(one.queue_s for one in done)),
-        goodput_per_s=_per(good, window_s),
+        goodput_per_s=_per(sum(map(slo.met_by, answered)), window_s),
         good_share=_per(good, len(measured)),
         slo=str(slo),
         late_sends=sum(one.lateness_s > LATE_S for one in measured),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from string import ascii_uppercase
+from typing import Any, Final
 
 from octavo.bench.load.records import Outcome, RequestRecord, RunRecord
 from octavo.bench.load.statistics import Distribution, distribution, needed
@@ -123,7 +124,13 @@ def compared(runs: Sequence[RunRecord], slo: Slo) -> str:
 
 
 def _name(run: RunRecord, index: int) -> str:
-    return run.name or f"{'ABCDEFGHIJ'[index]} ({run.target.kind})"
+    return run.name or f"{_letter(index)} ({run.target.kind})"
+
+
+def _letter(index: int) -> str:
+    """Return A to Z, AA, AB, ..."""
+    rest, last = divmod(index, len(ascii_uppercase))
+    return (_letter(rest - 1) if rest else "") + ascii_uppercase[last]
 
 
 def _comparable(summaries: Sequence[Summary]) -> list[tuple[str, list[float | None]]]:
@@ -156,10 +163,39 @@ def _ratio(value: float | None, to: float | None) -> str:
 def differences(runs: Sequence[RunRecord]) -> list[str]:
     """Return what sets the traffic of runs apart, in words: then they are hardly comparable."""
     told = []
-    first = runs[0].traffic
+    first = _asked(runs[0])
     for index, run in enumerate(runs[1:], 1):
-        for what in ("dataset", "arrivals", "seed"):
-            ours, theirs = getattr(first, what), getattr(run.traffic, what)
+        asked = _asked(run)
+        for what in [*first, *(name for name in asked if name not in first)]:
+            ours, theirs = first.get(what), asked.get(what)
             if ours != theirs:
                 told.append(f"{_name(run, index)} had another {what}: {theirs} instead of {ours}")
+        # What ends a run, a time or a number of requests, is the plan's; the other follows from the service.
+        if len(run.requests) != len(runs[0].requests) and round(run.window_s - runs[0].window_s, 1):
+            told.append(
+                f"{_name(run, index)} had another length: {_length(run)} instead of {_length(runs[0])}"
+            )
     return told
+
+
+def _asked(run: RunRecord) -> dict[str, Any]:
+    """Return what was asked of a service, by name."""
+    traffic, details = run.traffic, run.target.details
+    # What the targets ask for of themselves; they do not all write it down.
+    options = {
+        "temperature": 0.0,
+        "ignore_eos": details.get("ignore_eos", True),
+        **details.get("options", {}),
+    }
+    return {
+        "dataset": traffic.dataset,
+        "arrivals": traffic.arrivals,
+        "seed": traffic.seed,
+        "model": run.target.model,
+        "warm-up": f"{run.warm_up_s:g} s",
+        **options,
+    }
+
+
+def _length(run: RunRecord) -> str:
+    return f"{run.window_s:.1f} s with {len(run.requests)} requests"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from octavo.bench import BenchError
+from octavo.bench import BenchError, claim_folder
 from octavo.cli import output
 from octavo.stack import Stack, StackConfig, StackError
 
@@ -65,18 +66,21 @@ def run(arguments: argparse.Namespace) -> str:
     phases = _phases(arguments.phases)
     if min(arguments.load, arguments.base, arguments.calibrate, arguments.max_num_seqs) <= 0:
         raise BenchError("loads, seconds and sequences must be positive")
+    if arguments.out is not None:
+        claim_folder(arguments.out)
     with ExitStack() as stack:
         endpoint = arguments.endpoint or _start(stack, arguments)
         timeline = asyncio.run(_drive(endpoint, arguments, phases))
+    record = json.dumps(timeline.as_record(), indent=2, allow_nan=False)
+    told = record if arguments.json else timeline.as_text()
     if arguments.out is not None:
         try:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / "timeline.json").write_text(json.dumps(timeline.as_record(), indent=2))
+            (arguments.out / "timeline.json").write_text(record)
             timeline.plot(arguments.out / "timeline.png")
         except OSError as error:
-            raise BenchError(str(error)) from error
+            raise BenchError(str(error), partial=told) from error
         output.note(f"wrote {arguments.out}/timeline.json and timeline.png")
-    return json.dumps(timeline.as_record(), indent=2) if arguments.json else timeline.as_text()
+    return told
 
 
 def _phases(text: str) -> tuple[float, float, float]:
@@ -103,6 +107,19 @@ def _start(stack: ExitStack, arguments: argparse.Namespace) -> str:
     return child.endpoint
 
 
+def seats_of(details: Mapping[str, Any]) -> int:
+    """Return the requests that all workers run at a time.
+
+    Raises:
+        BenchError: the service does not say.
+    """
+    if not (details.get("max_num_seqs") and details.get("workers")):
+        raise BenchError(
+            "the service does not tell what its workers hold: it takes a key that may see the status"
+        )
+    return int(details["max_num_seqs"] * details["workers"])
+
+
 async def _drive(
     endpoint: str, arguments: argparse.Namespace, phases: tuple[float, float, float]
 ) -> Timeline:
@@ -114,7 +131,7 @@ async def _drive(
 
     before, during, after = phases
     async with OctavoTarget(endpoint) as target:
-        seats = target.record.details["max_num_seqs"] * target.record.details["workers"]
+        seats = seats_of(target.record.details)
         vocabulary = await drive.vocabulary_of(target)
         output.note("measuring the capacity")
         # No deadline here: whoever waits for a place is to get it.

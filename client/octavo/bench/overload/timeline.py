@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from octavo.bench.load.records import Outcome, RequestRecord, RunRecord
+from octavo.bench.load.statistics import needed, quantile
 from octavo.bench.load.summary import Slo
 from octavo.bench.overload.drive import Calibration, Look
 
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 
 LEVELS: Final = ("normal", "trim", "shed batch", "shed standard", "open")
 WITHIN: Final = 1.2
-"""P99 TTFT counts as back when it is at most this many times that of the baseline."""
-ANSWERED: Final = 0.99
+"""A TTFT is slow that is more than this many times the baseline's quantile."""
+QUANTILES: Final = (0.99, 0.9, 0.5)
+"""Of the baseline's TTFT: the first that it has enough requests for is what latency is to be back at."""
 _BUCKET_S: Final = 2.0
 _STEP_S: Final = 0.5
-_LEAST_S: Final = 5.0
-"""Time whose requests are needed to say anything of a P99."""
+_LEAST_REQUESTS: Final = 10
+"""Without which nothing is said of the latency from some time on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ class Timeline:
         return {
             "offered_per_s": len(requests) / seconds,
             "goodput_per_s": sum(map(self.slo.met_by, requests)) / seconds,
-            "ttft_p50_s": _quantile(_ttfts(requests), 0.5),
-            "ttft_p99_s": _quantile(_ttfts(requests), 0.99),
+            "ttft_p50_s": quantile(_ttfts(requests), 0.5),
+            "ttft_p99_s": quantile(_ttfts(requests), 0.99),
             "highest_level": max(
                 (look.level for look in self.looks if start_s <= look.at_s < end_s), default=0
             ),
@@ -72,25 +74,38 @@ class Timeline:
         return max(0.0, max(above, default=0.0) - self.overload_to_s)
 
     @property
-    def latency_back_s(self) -> float:
-        """Seconds from the end of the overload until P99 TTFT is that of the baseline again, within 20%.
-
-        The least t for which the requests planned from t on have such a P99 and are answered (99 in 100);
-        infinite when there is none.
-        """
-        baseline = _quantile(_ttfts(self.between(self.baseline_from_s, self.overload_from_s)), 0.99)
-        end = self.run.until_s
-        for step in range(int((end - self.overload_to_s - _LEAST_S) / _STEP_S)):
-            after = self.between(self.overload_to_s + step * _STEP_S, end)
-            answered = _ttfts(after)
-            if len(answered) >= ANSWERED * len(after) and _quantile(answered, 0.99) <= WITHIN * baseline:
-                return step * _STEP_S
-        return math.inf
+    def latency_quantile(self) -> float | None:
+        """The highest of QUANTILES that the baseline has enough requests for; None: there is none."""
+        baseline = _ttfts(self.between(self.baseline_from_s, self.overload_from_s))
+        return next((at for at in QUANTILES if len(baseline) >= needed(at)), None)
 
     @property
-    def recovery_s(self) -> float:
-        """Seconds until both are back."""
-        return max(self.level_zero_s, self.latency_back_s)
+    def latency_back_s(self) -> float | None:
+        """Seconds from the end of the overload until TTFTs are those of the baseline again.
+
+        The least t from which on, and among the ten requests that come first then, no larger share is slow,
+        or not answered, than `latency_quantile` leaves. None: there is none, or too few requests to say.
+        """
+        at = self.latency_quantile
+        if at is None:
+            return None
+        baseline = quantile(_ttfts(self.between(self.baseline_from_s, self.overload_from_s)), at)
+        assert baseline is not None
+        end = self.run.until_s
+        for step in range(math.ceil((end - self.overload_to_s) / _STEP_S)):
+            after = self.between(self.overload_to_s + step * _STEP_S, end)
+            if len(after) < _LEAST_REQUESTS:
+                break
+            parts = after, after[:_LEAST_REQUESTS]
+            if all(_slow(part, WITHIN * baseline) <= (1 - at) * len(part) + 1e-9 for part in parts):
+                return step * _STEP_S
+        return None
+
+    @property
+    def recovery_s(self) -> float | None:
+        """Seconds until both are back; None when it is not known of the latency."""
+        latency = self.latency_back_s
+        return None if latency is None else max(self.level_zero_s, latency)
 
     def as_record(self) -> dict[str, Any]:
         """Return everything as plain values, for JSON."""
@@ -101,6 +116,7 @@ class Timeline:
             "recovery_s": self.recovery_s,
             "level_zero_s": self.level_zero_s,
             "latency_back_s": self.latency_back_s,
+            "latency_quantile": self.latency_quantile,
             "baseline": self.phase(self.baseline_from_s, self.overload_from_s),
             "overload": self.phase(self.overload_from_s, self.overload_to_s),
             "recovery": self.phase(self.overload_to_s, end),
@@ -127,13 +143,19 @@ class Timeline:
             ended = ", ".join(f"{count} {reason}" for reason, count in one["outcomes"].items())
             lines.append(
                 f"{name:<10} {one['offered_per_s']:>9.2f} {one['goodput_per_s']:>7.2f} "
-                f"{one['ttft_p50_s'] * 1000:>6.0f} ms {one['ttft_p99_s'] * 1000:>6.0f} ms "
+                f"{_milliseconds(one['ttft_p50_s']):>9} {_milliseconds(one['ttft_p99_s']):>9} "
                 f"{one['highest_level']:>5}  {ended}"
             )
         back = f"level 0 again {self.level_zero_s:.1f} s after the overload"
-        latency = f"P99 TTFT within 20% of the baseline's after {self.latency_back_s:.1f} s"
-        lines += ["", f"{back}, {latency}"]
+        lines += ["", f"{back}, {self._latency_told()}"]
         return "\n".join(lines)
+
+    def _latency_told(self) -> str:
+        at, back_s = self.latency_quantile, self.latency_back_s
+        if at is None:
+            return f"TTFT of the baseline unknown: it wants {needed(QUANTILES[-1])} answered requests"
+        what = f"TTFT within 20% of the baseline's P{100 * at:g}"
+        return f"{what} not before the end" if back_s is None else f"{what} after {back_s:.1f} s"
 
     def plot(self, path: Path) -> None:
         """Draw the timeline into a file."""
@@ -187,5 +209,10 @@ def _ttfts(requests: Sequence[RequestRecord]) -> list[float]:
     return [one.ttft_s for one in requests if one.outcome is Outcome.OK and one.ttft_s is not None]
 
 
-def _quantile(values: Sequence[float], at: float) -> float:
-    return float(np.quantile(values, at)) if values else math.nan
+def _slow(requests: Sequence[RequestRecord], bound_s: float) -> int:
+    """Return how many had no first token within a time, or no answer."""
+    return len(requests) - sum(ttft_s <= bound_s for ttft_s in _ttfts(requests))
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.0f} ms"

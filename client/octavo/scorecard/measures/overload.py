@@ -8,6 +8,7 @@ With real processes: a scheduler, a worker, and the load generator in this proce
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -180,7 +181,7 @@ async def recovery_s() -> Measured:
     timeline = Timeline(run, looks, measured, 45.0, 105.0, 5.0)
     record = timeline.as_record()
     del record["looks"]
-    return Measured(timeline.recovery_s, record)
+    return Measured(math.inf if timeline.recovery_s is None else timeline.recovery_s, record)
 
 
 @entry(

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, cast
 
-from octavo import AsyncClient
+from octavo import AsyncClient, _wire
 from octavo.aio import AsyncStream
 from octavo.bench import BenchError
 from octavo.bench.load.records import Outcome, TargetRecord
 from octavo.bench.load.target import Answer, Request, Sink
 from octavo.bench.load.targets import outcomes
-from octavo.errors import AccessDeniedError, OctavoError
+from octavo.errors import AccessDeniedError, InvalidRequestError, OctavoError
 from octavo.types import GenerateResult, Messages, Prompt
 
 
@@ -75,9 +75,11 @@ class OctavoTarget:
 
     async def _look(self) -> None:
         client = self._clients[0]
-        models = {model.id: model for model in await client.models()}
-        if not self._model and len(models) == 1:
-            self._model = next(iter(models))
+        served = await client.models()
+        if not self._model and len(served) == 1:
+            self._model = served[0].id
+        # An adapter is named as a model is, and is one that its base model serves.
+        models = {name: model for model in served for name in (*model.adapters, model.id)}
         if self._model not in models:
             there = ", ".join(models) or "none"
             raise BenchError(f"name the model to drive: there are {there}, got {self._model!r}")
@@ -98,6 +100,20 @@ class OctavoTarget:
             "max_num_batched_tokens": max((worker.max_num_batched_tokens for worker in workers), default=0),
         }
 
+    def check(self, requests: Sequence[Request]) -> None:
+        """See, before the run, that requests can be made of all options.
+
+        Raises:
+            BenchError: an option is unknown, or its value none.
+        """
+        # Those without options of their own differ in their prompts only.
+        for one in [*requests[:1], *(one for one in requests[1:] if one.options)]:
+            try:
+                make = _wire.chat_request if _is_conversation(one.prompt) else _wire.text_request
+                make(cast("Any", one.prompt), self._options_of(one))
+            except (TypeError, ValueError, InvalidRequestError) as error:
+                raise BenchError(f"options {_as_text({**self._options, **one.options})}: {error}") from error
+
     async def _close(self) -> None:
         for client in self._clients:
             await client.aclose()
@@ -109,14 +125,8 @@ class OctavoTarget:
 
     async def ask(self, request: Request, sink: Sink) -> Answer:
         """Send a request and follow it; see `Target`."""
-        options = {
-            **self._options,
-            "model": self._model,
-            "max_tokens": request.output_tokens,
-            **request.options,
-        }
         try:
-            async with self._stream(next(self._turns), request.prompt, options) as stream:
+            async with self._stream(next(self._turns), request.prompt, self._options_of(request)) as stream:
                 async for delta in stream:
                     if delta.token_ids:
                         sink.chunk()
@@ -124,10 +134,22 @@ class OctavoTarget:
         except OctavoError as error:
             return _answer(outcomes.of_octavo(error), error.partial, error.reason)
 
+    def _options_of(self, request: Request) -> dict[str, Any]:
+        own = {"model": self._model, "max_tokens": request.output_tokens}
+        return {**self._options, **own, **request.options}
+
     def _stream(self, client: AsyncClient, prompt: str | Sequence[Any], options: Any) -> AsyncStream:
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+        if _is_conversation(prompt):
             return client.chat_stream(cast("Messages", prompt), **options)
         return client.stream(cast("Prompt", prompt), **options)
+
+
+def _is_conversation(prompt: str | Sequence[Any]) -> bool:
+    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _as_text(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items() if name != "api_key")
 
 
 def _answer(outcome: Outcome, result: GenerateResult | None, reason: str = "") -> Answer:

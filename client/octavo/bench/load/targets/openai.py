@@ -124,6 +124,18 @@ class OpenAiTarget:
         if self._session is not None:
             await self._session.close()
 
+    def check(self, requests: Sequence[Request]) -> None:
+        """See, before the run, that messages can be made of all requests.
+
+        Raises:
+            BenchError: the value of an option is none, or a prompt is not of a kind that the API takes.
+        """
+        for one in requests:
+            try:
+                self._message(one)
+            except (TypeError, ValueError) as error:
+                raise BenchError(f"an option has a wrong value: {error}") from error
+
     async def ask(self, request: Request, sink: Sink) -> Answer:
         """Send a request and follow it; see `Target`."""
         assert self._session is not None, "enter the target first"
