@@ -137,9 +137,7 @@ class SchedulerCore:
         worker = self._workers.get(worker_id)
         if worker is not None:
             out.append(LogEvent("worker_draining", {"worker_id": worker_id, "running": worker.num_seqs}))
-            pool = self._pools[worker.info.model]
-            worker.draining = True
-            pool.stop_using(worker, now)
+            self._pools[worker.info.model].stop_using(worker, now)
             self._place_waiting(now, out)
         return out
 
@@ -312,7 +310,7 @@ class SchedulerCore:
                 break
             draft = bisection.draft_trial(worker) or planner.plan(worker, now, out)
             started = len(draft.admitted) if draft is not None else 0
-            pool.door.forecast.drain.planned(started, len(pool.queue), now)
+            pool.door.forecast.drain.planned(started, pool.queue.num_servable, now)
             if worker.left_to_it:
                 pool.take_back(worker, now, all_of_it=draft is None)
             if draft is None:

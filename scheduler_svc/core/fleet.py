@@ -95,9 +95,17 @@ class ModelPool:
     def _note_size(self) -> None:
         sizes = (worker.info.max_model_len for worker in self.workers.values())
         self.max_model_len = max(sizes, default=None)
+        reach: dict[str | None, int] = {}
+        for worker in self.workers.values():
+            if not worker.draining:
+                for adapter in (None, *worker.info.adapters):
+                    reach[adapter] = max(reach.get(adapter, 0), worker.info.max_model_len)
+        self.queue.set_reach(reach)
 
     def stop_using(self, worker: WorkerState, now: float) -> None:
         """A worker takes nothing new."""
+        worker.draining = True
+        self._note_size()
         self.idle.pop(worker.worker_id, None)
         self.loads.remove(worker.worker_id)
         self.take_back(worker, now, all_of_it=True)

@@ -115,7 +115,7 @@ class ReportReader:
                 continue
             worker.forget(sequence)
             if entry.reason is RefuseReason.DRAINING:
-                worker.draining = True
+                pool.stop_using(worker, now)
             if sequence.status is not Status.RUNNING:
                 self._lifecycle.settled(sequence, pool)
             elif entry.reason is RefuseReason.UNSUPPORTED:

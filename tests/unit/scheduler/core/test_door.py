@@ -11,6 +11,7 @@ from octavo.protocol.steps import FinishReason, Priority
 from scheduler_svc.core import Reason
 from scheduler_svc.core.door import Ask
 from scheduler_svc.core.overload import Controller, Level, OverloadConfig
+from scheduler_svc.sim import SimWorker
 from tests.unit.scheduler.core.desk import HIGH, LOW, NORMAL, Desk, worker
 
 QUIET = OverloadConfig(rise_s=1e9)
@@ -281,3 +282,47 @@ def test_first_steps_of_a_service_are_left_to_the_watchdog() -> None:
     desk.submit(30, max_tokens=300)
     desk.tick(desk.now + 9.0)
     assert controller(desk).pressure.stalled_s == 0.0
+
+
+def test_request_that_only_a_worker_that_is_away_can_hold_turns_nobody_else_away() -> None:
+    desk = Desk(worker(), overload=OverloadConfig(), max_waiting_requests=4)
+    stranded = [desk.submit(20, adapter="a") for _ in range(4)]
+    desk.cancel(stranded.pop())
+    for _ in range(600):
+        desk.tick(desk.now + 0.1)
+        assert controller(desk).level is Level.NORMAL
+    base = desk.submit(20, deadline=desk.now + 1.0)
+    assert desk.where(base) == "w0"
+    while (base, 0) not in desk.ends:
+        desk.answer()
+    desk.attach(SimWorker(worker("w1")), adapters=("a",))
+    assert {desk.where(name) for name in stranded} == {"w1"}
+    desk.finish()
+
+
+def test_requests_that_wait_for_a_worker_that_is_away_do_not_lengthen_the_predicted_wait() -> None:
+    desk = trained(policy="fair")
+    for _ in range(20):
+        desk.submit(30, adapter="a", tenant="a", priority=HIGH)
+        desk.submit(30, adapter="a", tenant="a")
+    for _ in range(20):
+        desk.submit(30, max_tokens=20)
+        while desk.plans["w0"]:
+            desk.answer()
+        desk.tick(desk.now + 60.0)
+    door = desk.core._pools["sim"].door
+    for _ in range(2):
+        desk.submit(30, max_tokens=20)
+    expected = door.predict(Ask(), desk.now)
+    assert expected is not None
+    assert expected.wait_s < 1.0, "an idle minute says nothing of how fast places come free"
+
+
+def test_backlog_counts_while_no_worker_is_there_at_all() -> None:
+    desk = Desk(worker(), overload=QUIET, max_waiting_requests=4)
+    desk.lose()
+    for _ in range(4):
+        desk.submit(20, adapter="a")
+    desk.tick(desk.now + 20.0)
+    assert controller(desk).pressure.backlog[2] == 1.0
+    assert controller(desk).pressure.stalled_s == pytest.approx(20.0, abs=0.2)
