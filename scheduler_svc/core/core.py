@@ -112,6 +112,7 @@ class SchedulerCore:
             # Only its stream had broken: nobody killed it.
             for sequence in blamed:
                 sequence.deaths = max(0, sequence.deaths - 1)
+                sequence.total_deaths = max(0, sequence.total_deaths - 1)
         pool = self._pool(info.model)
         worker = WorkerState.from_info(info, self.config, now)
         self._workers[info.worker_id] = worker
@@ -287,7 +288,7 @@ class SchedulerCore:
         """
         # Batches of the control arm are not joined, so nothing is left to a busy worker there.
         static = self.config.static is not None
-        while sequence.status is Status.WAITING and (idle := pool.idle_for(sequence)) is not None:
+        while sequence.status is Status.WAITING and (idle := pool.idle_for(sequence, now)) is not None:
             other = None if static else pool.better_elsewhere(idle, sequence, now)
             if other is not None and other.in_flight:
                 pool.leave(sequence, other)

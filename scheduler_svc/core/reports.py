@@ -107,7 +107,8 @@ class ReportReader:
         self, worker: WorkerState, pool: ModelPool, report: Report, now: float, out: list[Effect]
     ) -> None:
         """What was refused goes back to where it stood; what a runner cannot do at all has failed."""
-        if not report.admitted:
+        # What no step can do says nothing of the room for others.
+        if not report.admitted and any(e.reason is not RefuseReason.UNSUPPORTED for e in report.refused):
             worker.refused(now)
         for entry in report.refused:
             sequence = worker.sequences.get(entry.handle)

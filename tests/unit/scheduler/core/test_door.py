@@ -326,3 +326,22 @@ def test_backlog_counts_while_no_worker_is_there_at_all() -> None:
     desk.tick(desk.now + 20.0)
     assert controller(desk).pressure.backlog[2] == 1.0
     assert controller(desk).pressure.stalled_s == pytest.approx(20.0, abs=0.2)
+
+
+def test_run_before_a_preemption_is_no_error_of_the_predicted_wait() -> None:
+    desk = trained()
+    names = [desk.submit(20, max_tokens=200, priority=LOW) for _ in range(2)]
+    for _ in range(40):
+        desk.answer()
+    forecast = desk.core._pools["sim"].door.forecast
+    error_s = forecast._wait_error_s.value
+    assert error_s is not None
+    desk.submit(20, max_tokens=2, priority=HIGH)
+    while sum(desk.sequence(name).preemptions for name in names) == 0:
+        desk.answer()
+    for _ in range(12):
+        desk.answer()
+    assert {desk.where(name) for name in names} == {"w0"}
+    after_s = forecast._wait_error_s.value
+    assert after_s is not None
+    assert after_s <= error_s + 0.05 * 0.02, "one short wait more"

@@ -207,6 +207,18 @@ def test_broken_stream_is_forgiven_when_the_same_process_comes_back_and_a_restar
         desk.finish()
 
 
+def test_stream_that_breaks_again_and_again_ends_no_long_request() -> None:
+    desk = Desk()
+    name = desk.submit(20, max_tokens=100)
+    for _ in range(12):
+        desk.answer()
+        machine = desk.workers["w0"]
+        desk.lose()
+        desk.attach(machine)
+    desk.finish()
+    assert desk.ends[name, 0].reason is FinishReason.LENGTH
+
+
 def test_hang_is_not_forgiven_when_the_process_comes_back() -> None:
     desk = Desk(step_watchdog_s=5.0)
     name = desk.submit(20, max_tokens=40)
