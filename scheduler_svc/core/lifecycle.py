@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 
 from octavo.protocol.steps import FinishReason
 
@@ -20,6 +21,15 @@ _RELAPSES = 4
 """A sequence that proves itself each time is let off, but not for ever."""
 
 
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """A sequence under which a worker died, by name: nothing of it is kept alive."""
+
+    request_id: str
+    arrival: float
+    choice: int
+
+
 class Lifecycle:
     """Owns the live requests and their deadlines; keeps the accounts.
 
@@ -33,6 +43,14 @@ class Lifecycle:
         self.deadlines: TimerWheel[str] = TimerWheel()
         self.arrivals = 0
         self.outcomes: Counter[str] = Counter()
+
+    def find(self, blamed: Blamed) -> Sequence | None:
+        """Return a sequence that was blamed for a death, unless it has ended."""
+        request = self.requests.get(blamed.request_id)
+        if request is None or request.arrival != blamed.arrival:
+            return None
+        sequence = request.sequences[blamed.choice]
+        return sequence if sequence.status is not Status.FINISHED else None
 
     # Beginning -----------------------------------------------------------------------------------
 
