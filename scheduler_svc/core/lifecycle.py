@@ -101,10 +101,14 @@ class Lifecycle:
         if len(request.sequences) == 1:
             return
         pool = self._pools[request.spec.model]
+        size = pool.block_size
         for sibling in request.sequences:
-            if sibling.status is Status.HELD:
+            if sibling.status is Status.HELD and size is not None:
                 sibling.transition(Status.WAITING)
-                pool.queue.push_front(sibling)
+                sibling.keys = request.sequences[0].keys[: request.prompt_len // size]
+                sibling.extend_keys(size)
+                shared = min(request.prompt_len, sibling.num_tokens - 1) // size * size
+                pool.queue.push_front(sibling, shared_tokens=shared if request.got_token else 0)
 
     # Going back ----------------------------------------------------------------------------------
 
@@ -112,7 +116,10 @@ class Lifecycle:
         """A sequence has left its worker without an end: to the front of its class."""
         sequence.transition(Status.WAITING)
         self._refund(sequence, pool)
-        pool.queue.push_front(sequence)
+        # What a sibling shares is still there when it was sent back before it began.
+        fresh = sequence.started_at is None
+        shared = sequence.num_tokens - sequence.num_queued_tokens if fresh else 0
+        pool.queue.push_front(sequence, shared_tokens=shared)
 
     def settled(self, sequence: Sequence, pool: ModelPool) -> None:
         """A worker has let go of a sequence: if it was preempted it may be admitted elsewhere now."""

@@ -324,6 +324,7 @@ class ContinuousPlanner:
         if tokens > draft.budget:
             draft.skip_decodes()
         draft.take_in(sequence, now)
+        sequence.num_believed_tokens = sequence.num_tokens - todo
         draft.take_blocks(blocks)
         draft.compute(sequence, tokens)
         # Charged at once, so that plans made before the report do not all favour the same tenant.

@@ -84,6 +84,7 @@ class ReportReader:
             worker.count_admitted(entry.handle, sequence.num_tokens)
             cached = entry.cached_tokens + entry.host_cached_tokens
             sequence.num_computed_tokens = cached
+            sequence.num_believed_tokens = 0
             worker.hold_keys(sequence, entry.cached_tokens // worker.block_size)
             if sequence.status is Status.FINISHED:
                 if entry.handle not in report.released:

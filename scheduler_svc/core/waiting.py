@@ -38,7 +38,7 @@ class Lane:
         """Tokens that the waiting will have to prefill at most."""
         self.bounded_requests = 0
         self.bounded_tokens = 0
-        """Those that the queue's bounds count: not run yet, and not from a paced client."""
+        """Those that the queue's bounds count: choices not run yet, and not from a paced client."""
         self.stranded: set[Sequence] = set()
         """Those that no worker of the moment can hold, while others could run."""
         self.stranded_tokens = 0
@@ -60,12 +60,12 @@ class Lane:
         """Add at the end."""
         self._fresh[sequence] = None
         self._policy.push(sequence)
-        self.num_tokens += sequence.num_tokens
+        self.num_tokens += sequence.num_queued_tokens
 
     def push_front(self, sequence: Sequence) -> None:
         """Put in front, ordered among its like by arrival."""
         bisect.insort(self._front, sequence, key=_arrival)
-        self.num_tokens += sequence.num_tokens
+        self.num_tokens += sequence.num_queued_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """Take one out."""
@@ -74,15 +74,15 @@ class Lane:
             self._policy.remove(sequence)
         else:
             self._front.remove(sequence)
-        self.num_tokens -= sequence.num_tokens
+        self.num_tokens -= sequence.num_queued_tokens
         if sequence in self.stranded:
             self.stranded.remove(sequence)
-            self.stranded_tokens -= sequence.num_tokens
+            self.stranded_tokens -= sequence.num_queued_tokens
 
     def strand(self, sequence: Sequence) -> None:
         """No worker of the moment can hold a sequence that waits."""
         self.stranded.add(sequence)
-        self.stranded_tokens += sequence.num_tokens
+        self.stranded_tokens += sequence.num_queued_tokens
 
     def sort_out(self, is_stranded: Callable[[Sequence], bool]) -> None:
         """Look anew at whom the workers can hold."""
@@ -95,8 +95,9 @@ class Lane:
     def bounded_servable(self) -> tuple[int, int]:
         """Return the requests that the queue's bounds count and that some worker can hold; their tokens."""
         stranded = [s for s in self.stranded if s.started_at is None and not s.request.spec.paced]
-        tokens = sum(sequence.num_tokens for sequence in stranded)
-        return self.bounded_requests - len(stranded), self.bounded_tokens - tokens
+        tokens = sum(sequence.num_queued_tokens for sequence in stranded)
+        requests = {sequence.request for sequence in stranded}
+        return self.bounded_requests - len(requests), self.bounded_tokens - tokens
 
     def ahead_of(self, tenant: str, deadline: float) -> int:
         """Return how many would go before a newcomer; of those that are stranded, none."""
@@ -195,11 +196,16 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence of a new request."""
+        sequence.num_queued_tokens = sequence.num_tokens
         self.lanes[sequence.request.priority].push(sequence)
         self._pushed(sequence)
 
-    def push_front(self, sequence: Sequence) -> None:
-        """Add a sequence ahead of its class: it was bound to a worker before, or its leader is."""
+    def push_front(self, sequence: Sequence, shared_tokens: int = 0) -> None:
+        """Add a sequence ahead of its class: it was bound to a worker before, or its leader is.
+
+        Some of its tokens may be in blocks of its leader.
+        """
+        sequence.num_queued_tokens = sequence.num_tokens - shared_tokens
         sequence.left_until = None
         self.lanes[sequence.request.priority].push_front(sequence)
         self._pushed(sequence)
@@ -225,10 +231,12 @@ class WaitingQueue:
         if sequence.started_at is not None:
             return
         self.num_fresh += one
-        if not sequence.request.spec.paced:
-            lane = self.lanes[sequence.request.priority]
-            lane.bounded_requests += one
-            lane.bounded_tokens += one * sequence.num_tokens
+        request = sequence.request
+        if not request.spec.paced:
+            lane = self.lanes[request.priority]
+            before, request.num_bounded = request.num_bounded, request.num_bounded + one
+            lane.bounded_requests += (request.num_bounded > 0) - (before > 0)
+            lane.bounded_tokens += one * sequence.num_queued_tokens
 
     def bounded_requests(self) -> int:
         """Return the waiting that the queue's bound counts."""

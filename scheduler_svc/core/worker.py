@@ -152,7 +152,10 @@ class WorkerState:
     @property
     def backlog_tokens(self) -> int:
         """Prefill tokens of admitted sequences that are not computed yet."""
-        return sum(s.num_admitted_tokens - s.num_computed_tokens for s in self.prefilling.values())
+        return sum(
+            s.num_admitted_tokens - s.num_computed_tokens - s.num_believed_tokens
+            for s in self.prefilling.values()
+        )
 
     def may_be_planned(self, now: float) -> bool:
         """Return whether it is neither left alone after refusals nor at rest."""
@@ -221,6 +224,7 @@ class WorkerState:
         sequence.num_admitted_tokens = sequence.num_tokens
         sequence.num_computed_tokens = 0
         sequence.num_planned_tokens = 0
+        sequence.num_believed_tokens = 0
         sequence.growth_bucket = None
         self.next_handle += 1
         self.sequences[sequence.handle] = sequence
