@@ -19,7 +19,7 @@ from scheduler_svc.core.effects import Accepted, DetachWorker, Effect, LogEvent,
 from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
 from scheduler_svc.core.events import NewRequest, WorkerInfo
 from scheduler_svc.core.fleet import ModelPool
-from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.lifecycle import Blamed, Lifecycle
 from scheduler_svc.core.overload import Caps, Level
 from scheduler_svc.core.planning import ContinuousPlanner, Explain
 from scheduler_svc.core.reports import ReportReader
@@ -45,8 +45,8 @@ class SchedulerCore:
         self._wakeups: list[tuple[float, str]] = []
         self._watchdogs: TimerWheel[str] = TimerWheel()
         self._draining = False
-        self._fallen: dict[str, tuple[str, list[Sequence]]] = {}
-        """Workers that went away: their incarnation and whom we hold it against."""
+        self._fallen: dict[str, tuple[str, list[Blamed]]] = {}
+        """Workers that went away: their incarnation and whom we hold it against, while some live."""
 
     # Requests ------------------------------------------------------------------------------------
 
@@ -110,8 +110,9 @@ class SchedulerCore:
         incarnation, blamed = self._fallen.pop(info.worker_id, ("", []))
         if incarnation == info.incarnation:
             # Only its stream had broken: nobody killed it.
-            for sequence in blamed:
+            for sequence in filter(None, map(self._lifecycle.find, blamed)):
                 sequence.deaths = max(0, sequence.deaths - 1)
+                sequence.total_deaths = max(0, sequence.total_deaths - 1)
         pool = self._pool(info.model)
         worker = WorkerState.from_info(info, self.config, now)
         self._workers[info.worker_id] = worker
@@ -127,7 +128,9 @@ class SchedulerCore:
         worker = self._workers.get(worker_id)
         if worker is not None:
             blamed = self._lose(worker, "stream ended", now, out, blame=True)
-            self._fallen[worker_id] = (worker.info.incarnation, blamed)
+            self._fallen = {name: fallen for name, fallen in self._fallen.items() if self._matters(fallen[1])}
+            if self._matters(blamed):
+                self._fallen[worker_id] = (worker.info.incarnation, blamed)
             self._place_waiting(now, out)
         return out
 
@@ -137,9 +140,7 @@ class SchedulerCore:
         worker = self._workers.get(worker_id)
         if worker is not None:
             out.append(LogEvent("worker_draining", {"worker_id": worker_id, "running": worker.num_seqs}))
-            pool = self._pools[worker.info.model]
-            worker.draining = True
-            pool.stop_using(worker, now)
+            self._pools[worker.info.model].stop_using(worker, now)
             self._place_waiting(now, out)
         return out
 
@@ -289,7 +290,7 @@ class SchedulerCore:
         """
         # Batches of the control arm are not joined, so nothing is left to a busy worker there.
         static = self.config.static is not None
-        while sequence.status is Status.WAITING and (idle := pool.idle_for(sequence)) is not None:
+        while sequence.status is Status.WAITING and (idle := pool.idle_for(sequence, now)) is not None:
             other = None if static else pool.better_elsewhere(idle, sequence, now)
             if other is not None and other.in_flight:
                 pool.leave(sequence, other)
@@ -312,7 +313,7 @@ class SchedulerCore:
                 break
             draft = bisection.draft_trial(worker) or planner.plan(worker, now, out)
             started = len(draft.admitted) if draft is not None else 0
-            pool.door.forecast.drain.planned(started, len(pool.queue), now)
+            pool.door.forecast.drain.planned(started, pool.queue.num_servable, now)
             if worker.left_to_it:
                 pool.take_back(worker, now, all_of_it=draft is None)
             if draft is None:
@@ -355,6 +356,10 @@ class SchedulerCore:
         for pool in self._pools.values():
             pool.door.observe(now, out)
 
+    def _matters(self, blamed: list[Blamed]) -> bool:
+        """Return whether any of those that are blamed for a death still lives."""
+        return any(self._lifecycle.find(name) is not None for name in blamed)
+
     def _detach(
         self, worker: WorkerState, reason: str, now: float, out: list[Effect], *, blame: bool
     ) -> None:
@@ -364,7 +369,7 @@ class SchedulerCore:
 
     def _lose(
         self, worker: WorkerState, reason: str, now: float, out: list[Effect], *, blame: bool
-    ) -> list[Sequence]:
+    ) -> list[Blamed]:
         """Let go of a worker; what it ran goes back to the front of the queue with its tokens.
 
         Returns those that are suspected of its death.
@@ -376,7 +381,7 @@ class SchedulerCore:
         sequences = list(worker.sequences.values())
         fields = {"worker_id": worker.worker_id, "reason": reason, "running": len(sequences)}
         out.append(LogEvent("worker_lost", fields))
-        blamed: list[Sequence] = []
+        blamed: list[Blamed] = []
         for sequence in sequences:
             on_device = sequence.handle in worker.decoding or sequence.handle in worker.prefilling
             worker.forget(sequence)
@@ -384,7 +389,8 @@ class SchedulerCore:
                 continue
             guilty = blame and on_device and bool(worker.in_flight)
             if guilty:
-                blamed.append(sequence)
+                request = sequence.request
+                blamed.append(Blamed(request.request_id, request.arrival, sequence.choice))
             self._lifecycle.recover(sequence, pool, blame=guilty, now=now, out=out)
         if len(pool.queue):
             # What the worker was to be woken for waits for another one now.

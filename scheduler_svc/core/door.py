@@ -160,7 +160,7 @@ class Door:
         if self.controller is None:
             return None
         next_at = self._looked_at + self.controller.config.interval_s
-        if self.level or len(self._pool.queue):
+        if self.level or self._pool.queue.num_servable:
             return next_at
         stalls_at = self._progress_at + self.controller.config.stall_s
         return max(next_at, stalls_at) if self._outstanding() else None
@@ -271,9 +271,9 @@ class Door:
         return waiting + ask.pending_requests, tokens + ask.pending_tokens
 
     def _outstanding(self) -> bool:
-        """Return whether anything waits or runs."""
+        """Return whether anything runs, or waits that a worker can hold."""
         pool = self._pool
-        if len(pool.queue):
+        if pool.queue.num_servable:
             return True
         return len(pool.idle) < len(pool.workers) and any(w.in_flight for w in pool.workers.values())
 
@@ -284,8 +284,10 @@ class Door:
         requests = tokens = 0
         backlog = []
         for lane in pool.queue.lanes.values():
-            requests += lane.bounded_requests
-            tokens += lane.bounded_tokens
+            # Who waits for a worker that is away is no load on those that are here.
+            lane_requests, lane_tokens = lane.bounded_servable()
+            requests += lane_requests
+            tokens += lane_tokens
             share = requests / config.max_waiting_requests
             if config.max_waiting_tokens is not None:
                 share = max(share, tokens / config.max_waiting_tokens)
@@ -299,7 +301,7 @@ class Door:
         return Pressure(
             backlog=(backlog[0], backlog[1], backlog[2]),
             wait=(waits[0], max(waits)),
-            blocks=active / total if total and len(pool.queue) else 0.0,
+            blocks=active / total if total and pool.queue.num_servable else 0.0,
             misses=self._misses.share(now),
             stalled_s=self._stalled_s(now),
         )
@@ -314,7 +316,7 @@ class Door:
 
     def _wait_share(self, priority: Priority, timeout_s: float, now: float) -> float:
         # Nobody is turned away for the sake of a class that nobody asks for.
-        if not len(self._pool.queue) or now - self._asked_at.get(priority, -math.inf) > _DEMAND_S:
+        if not self._pool.queue.num_servable or now - self._asked_at.get(priority, -math.inf) > _DEMAND_S:
             return 0.0
         expected = self.predict(Ask(priority=priority), now)
         return expected.wait_s / timeout_s if expected is not None else 0.0

@@ -95,9 +95,17 @@ class ModelPool:
     def _note_size(self) -> None:
         sizes = (worker.info.max_model_len for worker in self.workers.values())
         self.max_model_len = max(sizes, default=None)
+        reach: dict[str | None, int] = {}
+        for worker in self.workers.values():
+            if not worker.draining:
+                for adapter in (None, *worker.info.adapters):
+                    reach[adapter] = max(reach.get(adapter, 0), worker.info.max_model_len)
+        self.queue.set_reach(reach)
 
     def stop_using(self, worker: WorkerState, now: float) -> None:
         """A worker takes nothing new."""
+        worker.draining = True
+        self._note_size()
         self.idle.pop(worker.worker_id, None)
         self.loads.remove(worker.worker_id)
         self.take_back(worker, now, all_of_it=True)
@@ -169,7 +177,7 @@ class ModelPool:
     def best(self, sequence: Sequence, now: float) -> WorkerState | None:
         """Return the worker on which a sequence would have its first token soonest, if any has room."""
         found: tuple[float, int, WorkerState] | None = None
-        for worker in self._candidates(sequence):
+        for worker in self._candidates(sequence, now):
             if self._has_room(worker, sequence, now):
                 score = (self.first_token_s(worker, sequence, now), -worker.pool.free)
                 if found is None or score < found[:2]:
@@ -188,7 +196,7 @@ class ModelPool:
         own_s = self.first_token_s(worker, sequence, now)
         best, best_s = None, own_s * (1.0 - _MIN_GAIN)
         patient_until = math.inf if (at := sequence.request.queue_deadline) is None else at
-        for other in self._candidates(sequence):
+        for other in self._candidates(sequence, now):
             in_time = other.ends_at() < patient_until
             if other is not worker and in_time and self._suits(other, sequence, now):
                 seconds = self.first_token_s(other, sequence, now)
@@ -222,14 +230,20 @@ class ModelPool:
         ends = [self.workers[worker_id].ends_at() for worker_id in self.loads.least(_LEAST_LOADED)]
         return max(now, min(ends, default=now))
 
-    def idle_for(self, sequence: Sequence) -> WorkerState | None:
-        """Return an idle worker that can hold a sequence."""
-        return next((worker for worker in self.idle.values() if self.can_hold(worker, sequence)), None)
+    def idle_for(self, sequence: Sequence, now: float) -> WorkerState | None:
+        """Return an idle worker that can hold a sequence: one that may take it at once, if there is one."""
+        later: WorkerState | None = None
+        for worker in self.idle.values():
+            if self.can_hold(worker, sequence):
+                if worker.may_be_planned(now):
+                    return worker
+                later = later or worker
+        return later
 
-    def _candidates(self, sequence: Sequence) -> list[WorkerState]:
+    def _candidates(self, sequence: Sequence, now: float) -> list[WorkerState]:
         """Return the least loaded workers, an idle one, and some of those with the longest cached prefix."""
         names = dict.fromkeys(self.loads.least(_LEAST_LOADED))
-        idle = self.idle_for(sequence)
+        idle = self.idle_for(sequence, now)
         if idle is not None:
             names[idle.worker_id] = None
         if sequence.keys:

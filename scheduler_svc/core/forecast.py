@@ -179,7 +179,8 @@ class Forecast:
     def waited(self, sequence: Sequence, now: float) -> None:
         """A worker has taken a sequence."""
         predicted = sequence.request.prediction
-        if predicted is not None and sequence.choice == 0 and not sequence.recoveries:
+        again = sequence.recoveries or sequence.preemptions
+        if predicted is not None and sequence.choice == 0 and not again:
             self._wait_error_s.add(abs(now - sequence.request.arrival - predicted.wait_s))
 
     def first_token(self, sequence: Sequence, now: float) -> None:

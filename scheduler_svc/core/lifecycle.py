@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 
 from octavo.protocol.steps import FinishReason
 
@@ -20,6 +21,15 @@ _RELAPSES = 4
 """A sequence that proves itself each time is let off, but not for ever."""
 
 
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """A sequence under which a worker died, by name: nothing of it is kept alive."""
+
+    request_id: str
+    arrival: float
+    choice: int
+
+
 class Lifecycle:
     """Owns the live requests and their deadlines; keeps the accounts.
 
@@ -33,6 +43,14 @@ class Lifecycle:
         self.deadlines: TimerWheel[str] = TimerWheel()
         self.arrivals = 0
         self.outcomes: Counter[str] = Counter()
+
+    def find(self, blamed: Blamed) -> Sequence | None:
+        """Return a sequence that was blamed for a death, unless it has ended."""
+        request = self.requests.get(blamed.request_id)
+        if request is None or request.arrival != blamed.arrival:
+            return None
+        sequence = request.sequences[blamed.choice]
+        return sequence if sequence.status is not Status.FINISHED else None
 
     # Beginning -----------------------------------------------------------------------------------
 
@@ -83,10 +101,14 @@ class Lifecycle:
         if len(request.sequences) == 1:
             return
         pool = self._pools[request.spec.model]
+        size = pool.block_size
         for sibling in request.sequences:
-            if sibling.status is Status.HELD:
+            if sibling.status is Status.HELD and size is not None:
                 sibling.transition(Status.WAITING)
-                pool.queue.push_front(sibling)
+                sibling.keys = request.sequences[0].keys[: request.prompt_len // size]
+                sibling.extend_keys(size)
+                shared = min(request.prompt_len, sibling.num_tokens - 1) // size * size
+                pool.queue.push_front(sibling, shared_tokens=shared if request.got_token else 0)
 
     # Going back ----------------------------------------------------------------------------------
 
@@ -94,7 +116,10 @@ class Lifecycle:
         """A sequence has left its worker without an end: to the front of its class."""
         sequence.transition(Status.WAITING)
         self._refund(sequence, pool)
-        pool.queue.push_front(sequence)
+        # What a sibling shares is still there when it was sent back before it began.
+        fresh = sequence.started_at is None
+        shared = sequence.num_tokens - sequence.num_queued_tokens if fresh else 0
+        pool.queue.push_front(sequence, shared_tokens=shared)
 
     def settled(self, sequence: Sequence, pool: ModelPool) -> None:
         """A worker has let go of a sequence: if it was preempted it may be admitted elsewhere now."""

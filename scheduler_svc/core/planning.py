@@ -165,7 +165,7 @@ class ContinuousPlanner:
         """All decodes run; blocks for their growth come from preemption when there are none left."""
         worker = draft.worker
         while (growth := worker.growth_in(draft.step)) > (
-            draft.available + draft.blocks_coming + worker.blocks_coming
+            draft.available + draft.blocks_coming + worker.blocks_coming + worker.blocks_owed()
         ):
             victim = self._victim(worker)
             if victim is None:
@@ -324,6 +324,7 @@ class ContinuousPlanner:
         if tokens > draft.budget:
             draft.skip_decodes()
         draft.take_in(sequence, now)
+        sequence.num_believed_tokens = sequence.num_tokens - todo
         draft.take_blocks(blocks)
         draft.compute(sequence, tokens)
         # Charged at once, so that plans made before the report do not all favour the same tenant.
@@ -369,8 +370,8 @@ class ContinuousPlanner:
     def _make_room(self, draft: Draft, head: Sequence, now: float, out: list[Effect]) -> None:
         """Preempt one of a lower class for the first in the queue, unless there is room without that."""
         worker = draft.worker
-        on_its_way = draft.admitted or draft.released or any(f.plan.release for f in worker.in_flight)
-        if on_its_way or self._pool.best(head, now) is not None:
+        freed = draft.released or worker.owed or any(f.plan.release for f in worker.in_flight)
+        if freed or draft.admitted or self._pool.best(head, now) is not None:
             return
         victim = self._victim(worker, below=head.request.priority)
         if victim is not None:

@@ -84,6 +84,7 @@ class ReportReader:
             worker.count_admitted(entry.handle, sequence.num_tokens)
             cached = entry.cached_tokens + entry.host_cached_tokens
             sequence.num_computed_tokens = cached
+            sequence.num_believed_tokens = 0
             worker.hold_keys(sequence, entry.cached_tokens // worker.block_size)
             if sequence.status is Status.FINISHED:
                 if entry.handle not in report.released:
@@ -107,7 +108,8 @@ class ReportReader:
         self, worker: WorkerState, pool: ModelPool, report: Report, now: float, out: list[Effect]
     ) -> None:
         """What was refused goes back to where it stood; what a runner cannot do at all has failed."""
-        if not report.admitted:
+        # What no step can do says nothing of the room for others.
+        if not report.admitted and any(e.reason is not RefuseReason.UNSUPPORTED for e in report.refused):
             worker.refused(now)
         for entry in report.refused:
             sequence = worker.sequences.get(entry.handle)
@@ -115,7 +117,7 @@ class ReportReader:
                 continue
             worker.forget(sequence)
             if entry.reason is RefuseReason.DRAINING:
-                worker.draining = True
+                pool.stop_using(worker, now)
             if sequence.status is not Status.RUNNING:
                 self._lifecycle.settled(sequence, pool)
             elif entry.reason is RefuseReason.UNSUPPORTED:

@@ -43,8 +43,9 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
 class Sequence:
     """One choice of a request.
 
-    `token_ids` is prompt and output. While it runs, `num_computed_tokens` counts what the worker
-    has confirmed (cached or computed) and `num_planned_tokens` what plans in flight will add.
+    `token_ids` is prompt and output; empty while it is held. While it runs, `num_computed_tokens`
+    counts what the worker has confirmed (cached or computed) and `num_planned_tokens` what plans in
+    flight will add.
     """
 
     request: Request
@@ -54,6 +55,8 @@ class Sequence:
     keys: list[bytes]
     """Content keys of the full blocks of `token_ids`."""
     status: Status = Status.WAITING
+    num_queued_tokens: int = 0
+    """Tokens that it will have to compute at most, as the queue counts it while it waits."""
     worker: WorkerState | None = None
     handle: int = 0
     admitted_step: int = 0
@@ -61,6 +64,8 @@ class Sequence:
     """Length when it was admitted: what its prefill has to cover."""
     num_computed_tokens: int = 0
     num_planned_tokens: int = 0
+    num_believed_tokens: int = 0
+    """Tokens that its worker is believed to hold, until it has said so."""
     num_charged_tokens: int = 0
     """Prefill tokens that its tenant was charged ahead of their computation."""
     num_hit_blocks: int = 0
@@ -144,6 +149,10 @@ class Sequence:
             raise IllegalTransitionError(
                 f"{self.request_id}/{self.choice}: {self.status.value} -> {to.value}"
             )
+        if self.status is Status.HELD:
+            request = self.request
+            self.token_ids = request.sequences[0].token_ids[: request.prompt_len]
+            self.token_ids += request.spec.resumed.get(self.choice, ())
         self.status = to
 
 
@@ -160,6 +169,8 @@ class Request:
     """Some choice has been scheduled: the queue timeout is over."""
     got_token: bool = False
     """Some choice has produced a token: the TTFT deadline is over."""
+    num_bounded: int = 0
+    """Waiting choices that the queue's bounds count; together they count as one request."""
     queue_deadline: float | None = None
     """When it must have started; not before some worker has looked at it."""
     prediction: Prediction | None = None
@@ -210,14 +221,18 @@ class Request:
         if not spec.root_key:
             block_size = None
         choices = spec.sampling.n or 1
+        shares = block_size is not None and request.prompt_len >= block_size
         for choice in range(choices):
+            if choice > 0 and shares:
+                # Many long copies of the prompt would lie there for nothing.
+                held = Sequence(request, spec.request_id, choice, [], [], Status.HELD)
+                request.sequences.append(held)
+                continue
             tokens = [*spec.prompt_token_ids, *spec.resumed.get(choice, ())]
             keys = list(spec.prompt_keys) if block_size else []
             sequence = Sequence(request, spec.request_id, choice, tokens, keys)
             if block_size is not None:
                 sequence.extend_keys(block_size)
-            if choice > 0 and sequence.keys:
-                sequence.status = Status.HELD
             request.sequences.append(sequence)
         request.live = choices
         return request

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from octavo.protocol.steps import Priority
@@ -37,21 +38,34 @@ class Lane:
         """Tokens that the waiting will have to prefill at most."""
         self.bounded_requests = 0
         self.bounded_tokens = 0
-        """Those that the queue's bounds count: not run yet, and not from a paced client."""
+        """Those that the queue's bounds count: choices not run yet, and not from a paced client."""
+        self.stranded: set[Sequence] = set()
+        """Those that no worker of the moment can hold, while others could run."""
+        self.stranded_tokens = 0
 
     def __len__(self) -> int:
         return len(self._front) + len(self._fresh)
+
+    @property
+    def num_servable(self) -> int:
+        """Sequences that do not wait for a worker that is away."""
+        return len(self) - len(self.stranded)
+
+    @property
+    def servable_tokens(self) -> int:
+        """Their tokens."""
+        return self.num_tokens - self.stranded_tokens
 
     def push(self, sequence: Sequence) -> None:
         """Add at the end."""
         self._fresh[sequence] = None
         self._policy.push(sequence)
-        self.num_tokens += sequence.num_tokens
+        self.num_tokens += sequence.num_queued_tokens
 
     def push_front(self, sequence: Sequence) -> None:
         """Put in front, ordered among its like by arrival."""
         bisect.insort(self._front, sequence, key=_arrival)
-        self.num_tokens += sequence.num_tokens
+        self.num_tokens += sequence.num_queued_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """Take one out."""
@@ -60,11 +74,35 @@ class Lane:
             self._policy.remove(sequence)
         else:
             self._front.remove(sequence)
-        self.num_tokens -= sequence.num_tokens
+        self.num_tokens -= sequence.num_queued_tokens
+        if sequence in self.stranded:
+            self.stranded.remove(sequence)
+            self.stranded_tokens -= sequence.num_queued_tokens
+
+    def strand(self, sequence: Sequence) -> None:
+        """No worker of the moment can hold a sequence that waits."""
+        self.stranded.add(sequence)
+        self.stranded_tokens += sequence.num_queued_tokens
+
+    def sort_out(self, is_stranded: Callable[[Sequence], bool]) -> None:
+        """Look anew at whom the workers can hold."""
+        self.stranded.clear()
+        self.stranded_tokens = 0
+        for sequence in itertools.chain(self._front, self._fresh):
+            if is_stranded(sequence):
+                self.strand(sequence)
+
+    def bounded_servable(self) -> tuple[int, int]:
+        """Return the requests that the queue's bounds count and that some worker can hold; their tokens."""
+        stranded = [s for s in self.stranded if s.started_at is None and not s.request.spec.paced]
+        tokens = sum(sequence.num_queued_tokens for sequence in stranded)
+        requests = {sequence.request for sequence in stranded}
+        return self.bounded_requests - len(requests), self.bounded_tokens - tokens
 
     def ahead_of(self, tenant: str, deadline: float) -> int:
-        """Return how many would go before a newcomer."""
-        return len(self._front) + self._policy.ahead_of(tenant, deadline)
+        """Return how many would go before a newcomer; of those that are stranded, none."""
+        ahead = len(self._front) + self._policy.ahead_of(tenant, deadline)
+        return -(-ahead * self.num_servable // len(self)) if self.stranded else ahead
 
     def last_to_displace(self) -> Sequence | None:
         """Return who came last of those that the bounds count."""
@@ -133,6 +171,8 @@ class WaitingQueue:
         """Sequences that have not run yet."""
         self.unplaced: list[Sequence] = []
         """Sequences for which an idle worker is to be looked for."""
+        self._reach: dict[str | None, int] = {}
+        """Tokens that some worker holds of a sequence, by its adapter; empty: there are no workers."""
 
     def __len__(self) -> int:
         return sum(map(len, self.lanes.values()))
@@ -142,19 +182,42 @@ class WaitingQueue:
         """Tokens that the waiting will have to prefill at most."""
         return sum(lane.num_tokens for lane in self.lanes.values())
 
+    @property
+    def num_servable(self) -> int:
+        """Sequences that some worker can hold; while there are none: all."""
+        return sum(lane.num_servable for lane in self.lanes.values())
+
+    def set_reach(self, reach: dict[str | None, int]) -> None:
+        """Note how long a sequence the workers can hold, by its adapter; those that drain left out."""
+        if reach != self._reach:
+            self._reach = reach
+            for lane in self.lanes.values():
+                lane.sort_out(self._is_stranded)
+
     def push(self, sequence: Sequence) -> None:
         """Add a sequence of a new request."""
+        sequence.num_queued_tokens = sequence.num_tokens
         self.lanes[sequence.request.priority].push(sequence)
         self._pushed(sequence)
 
-    def push_front(self, sequence: Sequence) -> None:
-        """Add a sequence ahead of its class: it was bound to a worker before, or its leader is."""
+    def push_front(self, sequence: Sequence, shared_tokens: int = 0) -> None:
+        """Add a sequence ahead of its class: it was bound to a worker before, or its leader is.
+
+        Some of its tokens may be in blocks of its leader.
+        """
+        sequence.num_queued_tokens = sequence.num_tokens - shared_tokens
         sequence.left_until = None
         self.lanes[sequence.request.priority].push_front(sequence)
         self._pushed(sequence)
 
+    def _is_stranded(self, sequence: Sequence) -> bool:
+        request, reach = sequence.request, self._reach
+        return bool(reach) and request.max_total_tokens > reach.get(request.spec.adapter, 0)
+
     def _pushed(self, sequence: Sequence) -> None:
         self._count(sequence, 1)
+        if self._is_stranded(sequence):
+            self.lanes[sequence.request.priority].strand(sequence)
         self.unplaced.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -168,10 +231,12 @@ class WaitingQueue:
         if sequence.started_at is not None:
             return
         self.num_fresh += one
-        if not sequence.request.spec.paced:
-            lane = self.lanes[sequence.request.priority]
-            lane.bounded_requests += one
-            lane.bounded_tokens += one * sequence.num_tokens
+        request = sequence.request
+        if not request.spec.paced:
+            lane = self.lanes[request.priority]
+            before, request.num_bounded = request.num_bounded, request.num_bounded + one
+            lane.bounded_requests += (request.num_bounded > 0) - (before > 0)
+            lane.bounded_tokens += one * sequence.num_queued_tokens
 
     def bounded_requests(self) -> int:
         """Return the waiting that the queue's bound counts."""
@@ -189,13 +254,13 @@ class WaitingQueue:
         aged = False
         for priority, lane in self.lanes.items():
             if priority < ask.priority:
-                count += len(lane)
-                tokens += lane.num_tokens
-            elif priority == ask.priority and len(lane):
+                count += lane.num_servable
+                tokens += lane.servable_tokens
+            elif priority == ask.priority and lane.num_servable:
                 ahead = lane.ahead_of(ask.tenant, deadline)
                 count += ahead
-                tokens += lane.num_tokens * ahead // len(lane)
-            elif len(lane):
+                tokens += lane.servable_tokens * ahead // lane.num_servable
+            elif lane.num_servable:
                 oldest = lane.oldest_arrival()
                 aged = aged or (oldest is not None and now - oldest >= self._config.aging_s[priority])
         stride = self._config.aging_stride

@@ -152,7 +152,14 @@ class WorkerState:
     @property
     def backlog_tokens(self) -> int:
         """Prefill tokens of admitted sequences that are not computed yet."""
-        return sum(s.num_admitted_tokens - s.num_computed_tokens for s in self.prefilling.values())
+        return sum(
+            s.num_admitted_tokens - s.num_computed_tokens - s.num_believed_tokens
+            for s in self.prefilling.values()
+        )
+
+    def may_be_planned(self, now: float) -> bool:
+        """Return whether it is neither left alone after refusals nor at rest."""
+        return now >= self.admits_after and now >= self.rests_until
 
     def may_join(self, sequence: Sequence) -> bool:
         """Return whether a sequence may run beside the others.
@@ -188,6 +195,10 @@ class WorkerState:
         shared = sum(self.active_keys[key] > (i < own) for i, key in enumerate(sequence.keys))
         return self.blocks_for(sequence.num_tokens) - shared
 
+    def blocks_owed(self) -> int:
+        """Return the blocks that come free with the cancels on their way."""
+        return sum(self.blocks_won(self.sequences[handle]) for handle in self.owed)
+
     def growth_in(self, step: int) -> int:
         """Return the blocks that running sequences may take in a step, beyond those they hold."""
         if not self.info.geometry.paged:
@@ -213,6 +224,7 @@ class WorkerState:
         sequence.num_admitted_tokens = sequence.num_tokens
         sequence.num_computed_tokens = 0
         sequence.num_planned_tokens = 0
+        sequence.num_believed_tokens = 0
         sequence.growth_bucket = None
         self.next_handle += 1
         self.sequences[sequence.handle] = sequence

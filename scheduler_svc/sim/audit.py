@@ -93,8 +93,19 @@ def _check_queue(pool: ModelPool) -> list[Sequence]:
     waiting = [*queue.order(0.0)]
     require(len(waiting) == len(set(waiting)) == len(queue), "the queue yields each once", len(waiting))
     require(all(s.status is Status.WAITING for s in waiting), "who is queued waits")
-    tokens = sum(sequence.num_tokens for sequence in waiting)
+    tokens = sum(sequence.num_queued_tokens for sequence in waiting)
     require(tokens == queue.num_tokens, "waiting tokens are counted", (tokens, queue.num_tokens))
+    bounded = [s for s in waiting if s.started_at is None and not s.request.spec.paced]
+    found = (len({s.request for s in bounded}), sum(s.num_queued_tokens for s in bounded))
+    known = (queue.bounded_requests(), queue.bounded_tokens())
+    require(found == known, "what the bounds count is counted", (found, known))
+    usable = [worker for worker in pool.workers.values() if not worker.draining]
+    stranded = {s for s in waiting if usable and not any(pool.can_hold(worker, s) for worker in usable)}
+    noted = set().union(*(lane.stranded for lane in queue.lanes.values()))
+    require(stranded == noted, "who is stranded is known", (len(stranded), len(noted)))
+    tokens = sum(sequence.num_queued_tokens for sequence in stranded)
+    known_tokens = sum(lane.stranded_tokens for lane in queue.lanes.values())
+    require(tokens == known_tokens, "their tokens are counted", (tokens, known_tokens))
     fresh = sum(1 for sequence in waiting if sequence.started_at is None)
     require(fresh == queue.num_fresh, "fresh ones are counted", (fresh, queue.num_fresh))
     return waiting

@@ -11,6 +11,8 @@ from octavo.protocol.steps import FinishReason, Priority
 from scheduler_svc.core import Reason
 from scheduler_svc.core.door import Ask
 from scheduler_svc.core.overload import Controller, Level, OverloadConfig
+from scheduler_svc.sim import SimWorker
+from scheduler_svc.sim.tokens import stream_of, token_at
 from tests.unit.scheduler.core.desk import HIGH, LOW, NORMAL, Desk, worker
 
 QUIET = OverloadConfig(rise_s=1e9)
@@ -281,3 +283,117 @@ def test_first_steps_of_a_service_are_left_to_the_watchdog() -> None:
     desk.submit(30, max_tokens=300)
     desk.tick(desk.now + 9.0)
     assert controller(desk).pressure.stalled_s == 0.0
+
+
+def test_request_that_only_a_worker_that_is_away_can_hold_turns_nobody_else_away() -> None:
+    desk = Desk(worker(), overload=OverloadConfig(), max_waiting_requests=4)
+    stranded = [desk.submit(20, adapter="a") for _ in range(4)]
+    desk.cancel(stranded.pop())
+    for _ in range(600):
+        desk.tick(desk.now + 0.1)
+        assert controller(desk).level is Level.NORMAL
+    base = desk.submit(20, deadline=desk.now + 1.0)
+    assert desk.where(base) == "w0"
+    while (base, 0) not in desk.ends:
+        desk.answer()
+    desk.attach(SimWorker(worker("w1")), adapters=("a",))
+    assert {desk.where(name) for name in stranded} == {"w1"}
+    desk.finish()
+
+
+def test_requests_that_wait_for_a_worker_that_is_away_do_not_lengthen_the_predicted_wait() -> None:
+    desk = trained(policy="fair")
+    for _ in range(20):
+        desk.submit(30, adapter="a", tenant="a", priority=HIGH)
+        desk.submit(30, adapter="a", tenant="a")
+    for _ in range(20):
+        desk.submit(30, max_tokens=20)
+        while desk.plans["w0"]:
+            desk.answer()
+        desk.tick(desk.now + 60.0)
+    door = desk.core._pools["sim"].door
+    for _ in range(2):
+        desk.submit(30, max_tokens=20)
+    expected = door.predict(Ask(), desk.now)
+    assert expected is not None
+    assert expected.wait_s < 1.0, "an idle minute says nothing of how fast places come free"
+
+
+def test_backlog_counts_while_no_worker_is_there_at_all() -> None:
+    desk = Desk(worker(), overload=QUIET, max_waiting_requests=4)
+    desk.lose()
+    for _ in range(4):
+        desk.submit(20, adapter="a")
+    desk.tick(desk.now + 20.0)
+    assert controller(desk).pressure.backlog[2] == 1.0
+    assert controller(desk).pressure.stalled_s == pytest.approx(20.0, abs=0.2)
+
+
+def test_run_before_a_preemption_is_no_error_of_the_predicted_wait() -> None:
+    desk = trained()
+    names = [desk.submit(20, max_tokens=200, priority=LOW) for _ in range(2)]
+    for _ in range(40):
+        desk.answer()
+    forecast = desk.core._pools["sim"].door.forecast
+    error_s = forecast._wait_error_s.value
+    assert error_s is not None
+    desk.submit(20, max_tokens=2, priority=HIGH)
+    while sum(desk.sequence(name).preemptions for name in names) == 0:
+        desk.answer()
+    for _ in range(12):
+        desk.answer()
+    assert {desk.where(name) for name in names} == {"w0"}
+    after_s = forecast._wait_error_s.value
+    assert after_s is not None
+    assert after_s <= error_s + 0.05 * 0.02, "one short wait more"
+
+
+def test_many_choices_of_one_long_prompt_count_for_what_they_compute_and_as_one_request() -> None:
+    big = worker(num_blocks=1024, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=4096)
+    desk = Desk(big, overload=OverloadConfig(), max_waiting_requests=20, max_waiting_tokens=20_000)
+    for prompt in range(200, 2200, 200):
+        desk.submit(prompt, max_tokens=8)
+    desk.finish()
+    queue = desk.core._pools["sim"].queue
+    many = desk.submit(1600, max_tokens=4, n=128)
+    assert not any(desk.sequence(many, choice).token_ids for choice in range(1, 128)), "nothing is copied"
+    most = 0
+    while desk.core.find(many) is not None:
+        desk.answer()
+        assert queue.bounded_requests() <= 1
+        assert queue.bounded_tokens() <= 127 * 16
+        assert max(controller(desk).pressure.backlog) < 0.1
+        assert controller(desk).level <= Level.TRIM, "its choices do take places"
+        if len(queue):
+            most = max(most, len(queue))
+            ask = Ask(priority=HIGH, todo_tokens=100, ttft_deadline=desk.now + 2.0)
+            assert desk.core.refusal_for_load("sim", ask, desk.now) is None
+    assert most >= 95
+    assert sum(desk.ends[many, choice].completion_tokens for choice in range(128)) == 128 * 4
+
+
+def test_choices_that_were_refused_count_as_before() -> None:
+    desk = Desk(worker(max_num_seqs=4), window=1)
+    many = desk.submit(160, max_tokens=4, n=12)
+    queue = desk.core._pools["sim"].queue
+    while not len(queue):
+        desk.answer()
+    desk.workers["w0"].refuse_next = 10**6
+    before = (queue.bounded_requests(), queue.bounded_tokens())
+    assert before[1] <= 12 * 16
+    for _ in range(4):
+        desk.answer() if desk.plans["w0"] else desk.wake()
+        assert queue.bounded_tokens() <= 12 * 16
+    desk.workers["w0"].refuse_next = 0
+    desk.finish()
+    assert {desk.ends[many, choice].completion_tokens for choice in range(12)} == {4}
+
+
+@pytest.mark.parametrize("prompt", [8, 40])
+def test_choice_cancelled_while_held_ends_with_what_it_had(prompt: int) -> None:
+    desk = Desk()
+    kept = tuple(token_at(stream_of(1, 1), prompt + index) for index in range(3))
+    name = desk.submit(prompt, max_tokens=8, n=3, resumed={1: kept})
+    desk.cancel(name)
+    assert [desk.ends[name, choice].completion_tokens for choice in range(3)] == [0, 3, 0]
+    desk.finish()

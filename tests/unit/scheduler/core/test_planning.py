@@ -244,6 +244,38 @@ def test_nobody_is_preempted_while_another_worker_has_room() -> None:
     desk.finish()
 
 
+@pytest.mark.parametrize("scarce", [{"max_num_seqs": 2}, {"num_blocks": 8}])
+def test_nobody_is_preempted_for_room_that_a_cancel_is_about_to_make(scarce: dict[str, int]) -> None:
+    desk = Desk(worker(**scarce), window=1)
+    names = [desk.submit(40, max_tokens=60, priority=LOW) for _ in range(2)]
+    desk.answer()
+    report = desk.run()
+    desk.cancel(names[1])
+    urgent = desk.submit(40, max_tokens=4, priority=HIGH)
+    desk.report("w0", report)
+    for _ in range(2):
+        desk.answer()
+    assert desk.where(urgent) == "w0"
+    assert desk.events("sequence_preempted") == []
+    desk.finish()
+
+
+def test_decode_grows_into_the_blocks_of_a_cancelled_one() -> None:
+    desk = Desk(worker(num_blocks=8), window=1, watermark=0.0)
+    names = [desk.submit(40, max_tokens=40) for _ in range(2)]
+    third = desk.submit(20, max_tokens=40)
+    while desk.state().growth_in(desk.state().next_step) <= desk.state().available_blocks():
+        desk.answer()
+    report = desk.run()
+    desk.cancel(third)
+    desk.report("w0", report)
+    for _ in range(2):
+        desk.answer()
+    assert desk.events("sequence_preempted") == []
+    assert {desk.where(name) for name in names} == {"w0"}
+    desk.finish()
+
+
 def test_sequence_preempted_often_enough_is_protected_from_higher_classes() -> None:
     desk = Desk(worker(max_num_seqs=1), window=1, max_preemptions=2)
     victim = desk.submit(20, max_tokens=60, priority=LOW)
@@ -307,6 +339,40 @@ def test_request_that_the_runner_cannot_serve_fails_with_its_reason() -> None:
     assert end is not None
     assert end.error is not None
     assert (end.error.reason.value, end.error.message) == ("UNSUPPORTED", "no grammars here")
+    desk.finish()
+
+
+def test_requests_that_the_runner_cannot_serve_do_not_hold_up_those_that_it_can() -> None:
+    desk = Desk(window=1)
+    for _ in range(12):
+        handle = desk.sequence(desk.submit(20)).handle
+        report = desk.run()
+        desk.workers["w0"]._release(handle)
+        empty = {"admitted": (), "prefilled": (), "token_handles": [], "first_positions": [], "token_ids": []}
+        refusal = (Refused(handle, RefuseReason.UNSUPPORTED, "no grammars here"),)
+        desk.report("w0", replace(report, **empty, refused=refusal, live_count=0, digest=0))
+    assert desk.outcomes == {"UNSUPPORTED": 12}
+    good = desk.submit(20)
+    assert desk.where(good) == "w0"
+    desk.finish()
+
+
+def test_request_finds_the_idle_worker_beside_one_that_is_left_alone_after_refusals() -> None:
+    desk = Desk(worker(max_num_seqs=1), worker("w1", max_num_seqs=1), window=1)
+    names = [desk.submit(20, max_tokens=40) for _ in range(2)]
+    refused = next(name for name in names if desk.where(name) == "w0")
+    other = next(name for name in names if desk.where(name) == "w1")
+    desk.workers["w0"].refuse_next = 10**6
+    while desk.state("w0").admits_after < desk.now + 0.5:
+        if desk.plans["w0"]:
+            desk.answer("w0")
+        else:
+            desk.wake()
+    desk.cancel(refused)
+    while (other, 0) not in desk.ends:
+        desk.answer("w1")
+    # The desk checks that no worker sleeps beside work that it could do.
+    assert desk.where(desk.submit(20)) == "w1"
     desk.finish()
 
 

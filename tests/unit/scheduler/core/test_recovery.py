@@ -10,6 +10,8 @@ from octavo.protocol.steps import FinishReason, StepError, StepStatus
 
 from scheduler_svc.core import Reason
 from scheduler_svc.core.request import Status
+from scheduler_svc.planlog import checkpoint
+from scheduler_svc.sim import SimWorker
 from tests.unit.scheduler.core.desk import Desk, worker
 
 
@@ -205,6 +207,37 @@ def test_broken_stream_is_forgiven_when_the_same_process_comes_back_and_a_restar
         desk.attach(machine)
         assert desk.sequence(name).deaths == restarted
         desk.finish()
+
+
+def test_stream_that_breaks_again_and_again_ends_no_long_request() -> None:
+    desk = Desk()
+    name = desk.submit(20, max_tokens=100)
+    for _ in range(12):
+        desk.answer()
+        machine = desk.workers["w0"]
+        desk.lose()
+        desk.attach(machine)
+    desk.finish()
+    assert desk.ends[name, 0].reason is FinishReason.LENGTH
+
+
+def test_workers_that_never_come_back_leave_nothing_behind() -> None:
+    desk = Desk(worker("stays"))
+    sizes = []
+    for index in range(60):
+        desk.submit(20, max_tokens=40)
+        desk.attach(SimWorker(worker(f"w{index}")))
+        name = desk.submit(200, max_tokens=4)
+        home = str(desk.where(name))
+        desk.answer(home)
+        if home != "stays":
+            desk.lose(home)
+        desk.finish()
+        for gone in desk.workers.keys() - {"stays"}:
+            desk.lose(gone)
+        sizes.append(len(checkpoint.dump(desk.core)))
+    assert desk.ends[name, 0].timings.recoveries == 1
+    assert sizes[-1] < 1.2 * sizes[20]
 
 
 def test_hang_is_not_forgiven_when_the_process_comes_back() -> None:
