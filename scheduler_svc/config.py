@@ -13,6 +13,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from scheduler_svc.core.config import CoreConfig, StaticConfig
 from scheduler_svc.core.overload import OverloadConfig
+from scheduler_svc.core.policies import POLICIES
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 
@@ -52,7 +53,7 @@ class SchedulerSettings(ServiceSettings):
     )
 
     # How to schedule
-    policy: Literal["fcfs", "edf", "fair"] = Field("fcfs", description="order of the queue within a class")
+    policy: str = Field("fcfs", description=f"order of the queue within a class: {', '.join(POLICIES)}")
     batching: Literal["continuous", "static"] = Field(
         "continuous", description="static: one batch in, one batch out, the control arm of experiments"
     )
@@ -278,6 +279,13 @@ class SchedulerSettings(ServiceSettings):
     @classmethod
     def _from_commas(cls, value: object) -> object:
         return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in POLICIES:
+            raise ValueError(f"must be one of {', '.join(POLICIES)}")
+        return value
 
     @field_validator("level_backlog", "level_wait", "level_blocks", "level_misses", mode="before")
     @classmethod

@@ -114,7 +114,7 @@ def test_overload_control_that_is_not_set_is_that_of_the_core() -> None:
         ({"workers": ""}, "workers must name at least one"),
         ({"workers": "a:1,b"}, "workers must be host:port, got 'b'"),
         ({"workers": "dns:b:99999"}, "workers must be host:port"),
-        ({"policy": "lifo"}, "policy"),
+        ({"policy": "lifo"}, "policy: must be one of fcfs, edf, fair, got 'lifo'"),
         ({"lookahead": -1}, "lookahead"),
         ({"lookahead_age_s": -1}, "lookahead_age_s"),
         ({"aging_standard_s": -1}, "aging_standard_s"),
