@@ -13,10 +13,12 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from scheduler_svc.core.config import CoreConfig, StaticConfig
 from scheduler_svc.core.overload import OverloadConfig
+from scheduler_svc.core.policies import POLICIES
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 
 Count = Annotated[int, Field(ge=1)]
+Amount = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 Grace = Annotated[float, Field(ge=0)]
@@ -51,7 +53,7 @@ class SchedulerSettings(ServiceSettings):
     )
 
     # How to schedule
-    policy: Literal["fcfs", "edf", "fair"] = Field("fcfs", description="order of the queue within a class")
+    policy: str = Field("fcfs", description=f"order of the queue within a class: {', '.join(POLICIES)}")
     batching: Literal["continuous", "static"] = Field(
         "continuous", description="static: one batch in, one batch out, the control arm of experiments"
     )
@@ -76,6 +78,26 @@ class SchedulerSettings(ServiceSettings):
     chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
     prefix_caching: bool = Field(True, description="share the KV blocks of common prefixes")
     watermark: Share = Field(0.01, description="share of a pool that admissions leave free for growth")
+    lookahead: Amount = Field(
+        8, description="waiting requests that are passed over, at most, when they do not fit, to start others"
+    )
+    lookahead_age_s: Grace = Field(
+        2.0, description="once the first in the queue has waited this long for blocks, nobody passes it"
+    )
+    aging_standard_s: Grace = Field(
+        10.0, description="wait after which the standard class takes turns although higher classes wait"
+    )
+    aging_batch_s: Grace = Field(60.0, description="the same for the batch class")
+    aging_stride: Annotated[int, Field(ge=2)] = Field(
+        4, description="one start in this many is a turn of a class that has waited so long"
+    )
+    starvation_age_s: Seconds = Field(
+        30.0,
+        description="with edf, a deadline that is later after the arrival, or none, counts as this",
+    )
+    max_preemptions: Amount = Field(
+        3, description="a request preempted this often is not preempted again for a higher class"
+    )
     target_itl_s: Seconds | None = Field(
         None, description="cap prefill so that a step takes about this long; by default no cap"
     )
@@ -98,10 +120,18 @@ class SchedulerSettings(ServiceSettings):
     level_wait: Thresholds = Field(
         (0.5, 0.75, 0.9, None), description="the same for the predicted wait over the class's queue timeout"
     )
+    level_blocks: Thresholds = Field(
+        (0.97, None, None, None),
+        description="the same for the share of KV blocks that running sequences hold, while others wait",
+    )
     level_misses: Thresholds = Field(
         (0.1, 0.25, 0.5, 0.8),
         description="the same for the share of accepted requests that miss a deadline before a first token",
     )
+    level_exit_ratio: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.7, description="a level is left when every input is below this share of its threshold"
+    )
+    level_rise_s: Grace = Field(0.2, description="least time in a level before the next higher one")
     level_dwell_s: Seconds = Field(1.5, description="least time in a level before the next lower one")
     shed_prompt_tokens: Count = Field(
         1024, description="from level 2 on, longer prompts of requests that may be shed are refused"
@@ -114,6 +144,13 @@ class SchedulerSettings(ServiceSettings):
     trim_max_tokens: Range = Field((512, 64), description="the same for max_tokens of these requests")
     breaker_stall_s: Seconds = Field(
         10.0, description="with work and no report for this long, the breaker opens"
+    )
+    breaker_open_s: Seconds = Field(
+        1.0, description="the breaker stays open for this long before it lets probes in; doubled each time"
+    )
+    breaker_max_open_s: Seconds = Field(30.0, description="longest time that it stays open at once")
+    breaker_probes: Count = Field(
+        3, description="requests that a half-open breaker lets in; when all had a first token it closes"
     )
     queue_timeout_interactive_s: Grace | None = Field(
         1.5, description="longest wait of the interactive class, unless a request says otherwise; or `none`"
@@ -176,9 +213,12 @@ class SchedulerSettings(ServiceSettings):
         overload = OverloadConfig(
             backlog=self.level_backlog,
             wait=self.level_wait,
+            blocks=self.level_blocks,
             misses=self.level_misses,
-            dwell_s=self.level_dwell_s,
             stall_s=self.breaker_stall_s,
+            exit_ratio=self.level_exit_ratio,
+            rise_s=self.level_rise_s,
+            dwell_s=self.level_dwell_s,
             queue_timeout_s={
                 Priority.INTERACTIVE: self.queue_timeout_interactive_s,
                 Priority.STANDARD: self.queue_timeout_standard_s,
@@ -187,6 +227,9 @@ class SchedulerSettings(ServiceSettings):
             shed_prompt_tokens=self.shed_prompt_tokens,
             trim_prompt_tokens=self.trim_prompt_tokens,
             trim_max_tokens=self.trim_max_tokens,
+            open_s=self.breaker_open_s,
+            max_open_s=self.breaker_max_open_s,
+            num_probes=self.breaker_probes,
         )
         return CoreConfig(
             policy=self.policy,
@@ -201,6 +244,16 @@ class SchedulerSettings(ServiceSettings):
             chunked_prefill=self.chunked_prefill,
             prefix_caching=self.prefix_caching,
             watermark=self.watermark,
+            lookahead=self.lookahead,
+            lookahead_age_s=self.lookahead_age_s,
+            aging_s={
+                **CoreConfig().aging_s,
+                Priority.STANDARD: self.aging_standard_s,
+                Priority.BATCH: self.aging_batch_s,
+            },
+            aging_stride=self.aging_stride,
+            starvation_age_s=self.starvation_age_s,
+            max_preemptions=self.max_preemptions,
             max_worker_deaths=self.max_worker_deaths,
             step_watchdog_s=self.step_watchdog_s,
             target_itl_s=self.target_itl_s,
@@ -214,12 +267,27 @@ class SchedulerSettings(ServiceSettings):
             split_address(worker.removeprefix("dns:"), "workers")
         return self
 
+    @model_validator(mode="after")
+    def _opens_longer(self) -> Self:
+        if self.breaker_max_open_s < self.breaker_open_s:
+            raise ValueError(
+                f"breaker_max_open_s ({self.breaker_max_open_s:g}) < breaker_open_s ({self.breaker_open_s:g})"
+            )
+        return self
+
     @field_validator("workers", "static_buckets", "trim_prompt_tokens", "trim_max_tokens", mode="before")
     @classmethod
     def _from_commas(cls, value: object) -> object:
         return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
-    @field_validator("level_backlog", "level_wait", "level_misses", mode="before")
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in POLICIES:
+            raise ValueError(f"must be one of {', '.join(POLICIES)}")
+        return value
+
+    @field_validator("level_backlog", "level_wait", "level_blocks", "level_misses", mode="before")
     @classmethod
     def _thresholds(cls, value: object) -> object:
         parts = value.split(",") if isinstance(value, str) else value
@@ -227,7 +295,7 @@ class SchedulerSettings(ServiceSettings):
             [None if part == "none" else part for part in parts] if isinstance(parts, list | tuple) else parts
         )
 
-    @field_validator("level_backlog", "level_wait", "level_misses", mode="after")
+    @field_validator("level_backlog", "level_wait", "level_blocks", "level_misses", mode="after")
     @classmethod
     def _ascending(cls, value: tuple[float | None, ...]) -> tuple[float | None, ...]:
         given = [threshold for threshold in value if threshold is not None]

@@ -135,6 +135,12 @@ class SchedulerProcess:
         if settings.key_file is not None:
             self._key_file = KeyFileWatch(settings.key_file, self.metrics, self._keys_changed)
             self._key_file.load()
+            if not settings.cache_secret.get_secret_value():
+                log.warning(
+                    "cache_secret_missing",
+                    meaning="who knows a tenant's name can compute the keys of its cached prefixes",
+                    remedy="set OCTAVO_SCHEDULER_CACHE_SECRET to a random value that outlives restarts",
+                )
         # What may wait in the queue may also come all at once.
         max_pending = max(MAX_PENDING, settings.max_waiting_requests)
         self.pool = TokenizerPool(settings.tokenizer_processes, settings.tokenizer_timeout_s, max_pending)

@@ -13,12 +13,26 @@ from pydantic_settings import SettingsConfigDict
 _RUNNERS_OF: Final = {
     "device": ("torch",),
     "padded": ("torch", "sim"),
+    **dict.fromkeys(("dtype", "num_threads"), ("torch", "vllm")),
     **dict.fromkeys(
-        ("kv_cache_dtype", "quantization", "enforce_eager", "tensor_parallel_size", "vllm_args"), ("vllm",)
+        (
+            "kv_cache_dtype",
+            "quantization",
+            "enforce_eager",
+            "tensor_parallel_size",
+            "trust_remote_code",
+            "vllm_args",
+        ),
+        ("vllm",),
     ),
     **dict.fromkeys(("sim_profile", "sim_speed"), ("sim",)),
 }
 """Settings that not every runner knows: elsewhere they would be ignored, and nobody would notice."""
+
+NO_PIPELINE: Final = (
+    "pipeline_parallel_size must be 1: a step's tokens are known before the next step starts, so "
+    "stages would wait for each other; use tensor_parallel_size, or more workers"
+)
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[int, Field(ge=0)]
@@ -55,7 +69,10 @@ class WorkerSettings(ServiceSettings):
     quantization: str | None = Field(None, description="quantization of the weights (vllm)")
     enforce_eager: bool = Field(False, description="no CUDA graphs (vllm)")
     tensor_parallel_size: Count = Field(1, description="GPUs that share the model (vllm)")
-    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+    pipeline_parallel_size: Count = Field(
+        1, description="always 1: stages would wait for each other; see tensor_parallel_size, or add workers"
+    )
+    trust_remote_code: bool = Field(False, description="run code that comes with the model (vllm)")
     num_threads: Count | None = Field(None, description="threads of the runner; by default one per core")
     vllm_args: dict[str, Any] = Field({}, description="further engine arguments of vLLM")
 
@@ -145,6 +162,8 @@ class WorkerSettings(ServiceSettings):
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) < max_num_seqs "
                 f"({self.max_num_seqs}): a step computes at least one token of every running sequence"
             )
+        if self.pipeline_parallel_size != 1:
+            raise ValueError(NO_PIPELINE)
         for name, runners in _RUNNERS_OF.items():
             if self.runner not in runners and getattr(self, name) != type(self).model_fields[name].default:
                 known = " or ".join(runners)

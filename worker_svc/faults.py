@@ -28,6 +28,7 @@ class FaultKind(enum.IntEnum):
     CRASH = 7
     LOST_REPORT = 8
     EVICTION_RACE = 9
+    TIER_COPY = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +140,22 @@ class FaultyRunner:
         return self._runner.execute(batch)
 
     def copy_to_host(self, copies: Seq[BlockCopy]) -> None:
-        """As the runner's."""
+        """Copy as the runner does, unless a fault strikes: one opportunity, however many blocks."""
+        self._check_copy()
         self._runner.copy_to_host(copies)
 
     def copy_to_device(self, copies: Seq[BlockCopy]) -> CopyTicket:
-        """As the runner's."""
+        """Copy as the runner does, unless a fault strikes: one opportunity, however many blocks."""
+        self._check_copy()
         return self._runner.copy_to_device(copies)
 
     def close(self) -> None:
         """As the runner's."""
         self._runner.close()
+
+    def _check_copy(self) -> None:
+        if self._faults and self._faults.fires(FaultKind.TIER_COPY):
+            raise StepFailed("copy between device and host failed (injected)")
 
     def _strike(self, batch: StepBatch) -> None:
         token_ids: set[int] = set()

@@ -224,6 +224,7 @@ class Call:
             self.request_id,
             tuple(output.choice(index) for index, output in enumerate(self._outputs)),
             None if self.accepted is None else self.accepted.seed,
+            None if self.accepted is None else self.accepted.level,
         )
 
 

@@ -188,6 +188,8 @@ class GenerateResult:
     choices: tuple[Choice, ...]
     seed: int | None
     """The random stream that was used: give it again to get the same output."""
+    level: int | None = None
+    """Degradation level of the service at admission, 0 to 4."""
 
     @property
     def text(self) -> str:

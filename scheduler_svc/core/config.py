@@ -30,7 +30,7 @@ class CoreConfig:
     """How the core schedules. Durations are seconds; a worker's own limits may only be lowered."""
 
     policy: str = "fcfs"
-    """fcfs, edf or fair; see `policies.py`."""
+    """Order within a class: a name of `POLICIES` in `policies.py`."""
     static: StaticConfig | None = None
     """Set: continuous batching is replaced by the static control arm."""
     window: int = 2

@@ -350,6 +350,7 @@ class ContinuousPlanner:
     def _preempt(self, draft: Draft, victim: Sequence, out: list[Effect]) -> None:
         worker = draft.worker
         victim.preemptions += 1
+        to_recompute = _tokens_to_recompute(worker, victim)
         blocks = draft.release(victim)
         victim.transition(Status.RELEASING)
         out.append(
@@ -361,7 +362,7 @@ class ContinuousPlanner:
                     "worker_id": worker.worker_id,
                     "step": draft.step,
                     "blocks": blocks,
-                    "tokens_to_recompute": victim.num_tokens,
+                    "tokens_to_recompute": to_recompute,
                     "preemptions": victim.preemptions,
                 },
             )
@@ -376,6 +377,15 @@ class ContinuousPlanner:
         victim = self._victim(worker, below=head.request.priority)
         if victim is not None:
             self._preempt(draft, victim, out)
+
+
+def _tokens_to_recompute(worker: WorkerState, sequence: Sequence) -> int:
+    """Return what is left to compute if the cache keeps the full blocks that the sequence has published."""
+    if not worker.info.geometry.paged:
+        return sequence.num_tokens
+    decodes = sequence.handle in worker.decoding
+    computed = sequence.num_tokens - 1 if decodes else sequence.num_computed_tokens
+    return sequence.num_tokens - min(len(sequence.keys), computed // worker.block_size) * worker.block_size
 
 
 def _victim_rank(sequence: Sequence) -> tuple[int, int, int]:

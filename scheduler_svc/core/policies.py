@@ -6,7 +6,7 @@ import bisect
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from scheduler_svc.core.request import Sequence
 
@@ -31,10 +31,13 @@ class Charges(Protocol):
 
 
 class Policy(Protocol):
-    """Who is next among the waiting of one class. To push or remove costs O(log n) or less.
+    """Who is next among the waiting of one class. To push or remove costs O(log n) or less."""
 
-    Made with the charges of the tenants and the wait in seconds past which nobody new may go ahead.
-    """
+    charges_tenants: ClassVar[bool]
+    """Whether it reads what tenants have used, so that they are charged for what each step computes."""
+
+    def __init__(self, charges: Charges, starvation_age_s: float) -> None:
+        """Take the charges of the tenants, and the wait past which nobody new may go ahead."""
 
     def push(self, sequence: Sequence) -> None:
         """Take a sequence in."""
@@ -51,6 +54,8 @@ class Policy(Protocol):
 
 class Fcfs:
     """First come, first served."""
+
+    charges_tenants: ClassVar[bool] = False
 
     def __init__(self, charges: Charges, starvation_age_s: float) -> None:
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()
@@ -78,6 +83,8 @@ class Edf:
     A deadline that is far away, or none, counts as one at `starvation_age_s` after the arrival, so
     that nobody is passed by requests that come later than that.
     """
+
+    charges_tenants: ClassVar[bool] = False
 
     def __init__(self, charges: Charges, starvation_age_s: float) -> None:
         self._starvation_age_s = starvation_age_s
@@ -118,6 +125,8 @@ class Fair:
     Counters follow Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): they grow
     with the tokens actually computed for a tenant, each step, divided by its weight.
     """
+
+    charges_tenants: ClassVar[bool] = True
 
     def __init__(self, charges: Charges, starvation_age_s: float) -> None:
         self._charges = charges
@@ -223,9 +232,9 @@ class VirtualTokenCounters:
         return min((self._levels[tenant] for tenant in self._live), default=0.0)
 
 
-POLICIES: dict[str, type[Fcfs | Edf | Fair]] = {"fcfs": Fcfs, "edf": Edf, "fair": Fair}
+POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "edf": Edf, "fair": Fair}
 
 
 def make_charges(policy: str, weights: dict[str, float]) -> Charges:
     """Return the counters that a policy reads."""
-    return VirtualTokenCounters(weights) if policy == "fair" else NoCharges()
+    return VirtualTokenCounters(weights) if POLICIES[policy].charges_tenants else NoCharges()

@@ -20,6 +20,7 @@ from scheduler_svc.core.effects import Effect, EmitTokens, LogEvent, SendCancel,
 from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.request import Sequence, Status
 from scheduler_svc.core.worker import InFlight, WorkerState
 
@@ -35,7 +36,7 @@ class ReportReader:
     def __init__(self, config: CoreConfig, lifecycle: Lifecycle) -> None:
         self._config = config
         self._lifecycle = lifecycle
-        self._charging = config.policy == "fair"
+        self._charging = POLICIES[config.policy].charges_tenants
         self._holds_finished = config.static is not None and config.static.hold_finished
 
     def read(

@@ -87,6 +87,7 @@ async def test_queue_full_is_429_with_the_schedulers_delay() -> None:
             assert answer.json()["error"]["code"] == "queue_full"
             assert int(answer.headers["retry-after"]) * 1000 >= int(answer.headers["retry-after-ms"]) > 0
             assert answer.headers["x-should-retry"] == "true"
+            assert answer.headers["x-octavo-level"] == "0"
 
 
 @pytest.mark.parametrize(
@@ -308,6 +309,7 @@ async def test_what_load_took_from_a_request_is_in_headers_and_usage() -> None:
             assert answer.headers["x-octavo-trimmed-tokens"] == str(trimmed)
             clamped = usage["completion_tokens_details"]["clamped_max_tokens"]
             assert answer.headers["x-octavo-max-tokens"] == str(clamped)
+            assert answer.headers["x-octavo-level"] == "1"
             assert usage["completion_tokens"] == clamped <= 16
 
 

@@ -204,6 +204,18 @@ async def _pinned(worker: Worker) -> bool:
     return bool((await worker.pool()).pinned)
 
 
+@pytest.mark.parametrize(("secret", "warned"), [("", True), ("5e12", False)])
+async def test_key_file_without_a_cache_secret_is_warned_about_at_start(
+    secret: str, warned: bool, tmp_path: Path
+) -> None:
+    path = key_file(tmp_path / "keys.toml", "user")
+    with structlog.testing.capture_logs() as logs:
+        async with scheduler("127.0.0.1:1", key_file=path, cache_secret=secret):
+            pass
+    found = [entry["log_level"] for entry in logs if entry["event"] == "cache_secret_missing"]
+    assert found == ["warning"] * warned
+
+
 async def test_key_taken_out_of_the_file_works_no_more_on_streams_that_are_open(tmp_path: Path) -> None:
     worker = await start_worker()
     path = key_file(tmp_path / "keys.toml", *ROLES)

@@ -55,6 +55,8 @@ _CODES: Final[Mapping[str, str]] = {
     "BAD_API_KEY": "invalid_api_key",
     "NO_API_KEY": "invalid_api_key",
 }
+LEVEL_HEADER: Final = "x-octavo-level"
+"""The degradation level of the service."""
 _DEFAULT_RETRY_S: Final = 1.0
 UNSUPPORTED: Final = "unsupported"
 """Type of the validation error that names parameters known elsewhere and not supported here."""
@@ -159,6 +161,8 @@ def failure_of(error: OctavoError, renamed: Mapping[str, str] | None = None) -> 
     # Time that has run out does not come back: trying again by itself would add to the load that took it.
     retry = True if status in (429, 503) else None if status == 409 else False
     headers = {"www-authenticate": "Bearer"} if status == 401 else {}
+    if "level" in error.metadata:
+        headers[LEVEL_HEADER] = error.metadata["level"]
     return Failure(status, message, code, param, retry_after_s, retry, headers)
 
 

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.aio import AsyncStream
 from octavo.errors import OctavoError
-from octavo.gateway.errors import Failure, GatewayError, failure_of
+from octavo.gateway.errors import LEVEL_HEADER, Failure, GatewayError, failure_of
 from octavo.gateway.metrics import Observation
 from octavo.gateway.writers import Writer, event
 from octavo.types import Accepted, GenerateResult, Usage
@@ -169,9 +169,8 @@ class WholeResponse(JobResponse):
         usages = [result.usage for result in results]
         job.observation.whole(results)
         body = job.writer.whole([choice for result in results for choice in result.choices], usages)
-        await self._begin(
-            send, 200, {**_JSON, "content-length": str(len(body)), **degradation_headers(usages)}
-        )
+        headers = {**_JSON, "content-length": str(len(body)), **degradation_headers(usages)}
+        await self._begin(send, 200, headers | level_header(result.level for result in results))
         await self._write(send, body, more=False)
 
 
@@ -200,7 +199,8 @@ class EventResponse(JobResponse):
         while (progress := await stream.progress()) is not None:
             if not self._started:
                 told = [each.accepted for each in streams if each.accepted is not None]
-                await self._begin(send, 200, {**_SSE, **degradation_headers(told)})
+                headers = {**_SSE, **degradation_headers(told), **level_header(each.level for each in told)}
+                await self._begin(send, 200, headers)
             job.observation.output(progress.deltas)
             accepted = stream.accepted
             prompt_tokens = accepted.prompt_tokens if accepted is not None else 0
@@ -216,6 +216,12 @@ async def _all(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def level_header(levels: Iterable[int | None]) -> dict[str, str]:
+    """Return the header that tells the service's level when it took the prompts, the highest of them."""
+    known = [level for level in levels if level is not None]
+    return {LEVEL_HEADER: str(max(known))} if known else {}
 
 
 def degradation_headers(usages: Sequence[Usage | Accepted]) -> dict[str, str]:

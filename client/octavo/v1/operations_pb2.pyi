@@ -45,6 +45,8 @@ class _FaultKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """A report is lost."""
     FAULT_KIND_EVICTION_RACE: _FaultKind.ValueType  # 9
     """A cached block is evicted between a match and its use."""
+    FAULT_KIND_TIER_COPY: _FaultKind.ValueType  # 10
+    """A copy of blocks between device and host fails."""
 
 class FaultKind(_FaultKind, metaclass=_FaultKindEnumTypeWrapper): ...
 
@@ -67,6 +69,8 @@ FAULT_KIND_LOST_REPORT: FaultKind.ValueType  # 8
 """A report is lost."""
 FAULT_KIND_EVICTION_RACE: FaultKind.ValueType  # 9
 """A cached block is evicted between a match and its use."""
+FAULT_KIND_TIER_COPY: FaultKind.ValueType  # 10
+"""A copy of blocks between device and host fails."""
 global___FaultKind = FaultKind
 
 @typing.final

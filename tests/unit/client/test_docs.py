@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from octavo import errors
+from octavo.v1 import operations_pb2
 
 from scheduler_svc.errors import CODES
 
@@ -44,7 +45,14 @@ def test_index_names_every_page() -> None:
     ] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/sdk.md", "docs/getting-started.md"])
+def test_every_kind_of_fault_is_explained() -> None:
+    page = (ROOT / "docs/faults.md").read_text()
+    kinds = [name for name, number in operations_pb2.FaultKind.items() if number]
+
+    assert [name for name in kinds if f"| `{name.removeprefix('FAULT_KIND_')}` |" not in page] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/sdk.md", "docs/getting-started.md", "docs/faults.md"])
 def test_python_examples_compile(page: str) -> None:
     for example in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
         compile(example, page, "exec")

@@ -204,6 +204,14 @@ def test_reasons_have_the_status_that_clients_act_on(reason: str, code: int, sta
     assert failure.all_headers()["retry-after-ms"] == "2200"
 
 
+def test_refusal_tells_the_level_of_load_when_the_service_does() -> None:
+    shed = errors.ErrorInfo("SHED", "at level 3", 8, metadata={"level": "3", "waiting_requests": "9"})
+    draining = errors.ErrorInfo("DRAINING", "no new requests", 14)
+
+    assert failure_of(errors.error_of(shed)).all_headers()["x-octavo-level"] == "3"
+    assert "x-octavo-level" not in failure_of(errors.error_of(draining)).all_headers()
+
+
 def test_violations_are_told_in_the_words_of_the_request() -> None:
     error = errors.InvalidRequestError.of_fields(
         ("sampling.max_tokens", "many"),

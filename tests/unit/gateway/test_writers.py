@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from octavo.gateway.logprobs import CompletionLogprobs, TokenTexts
-from octavo.gateway.responses import degradation_headers
+from octavo.gateway.responses import degradation_headers, level_header
 from octavo.gateway.schemas import ChatRequest, CompletionRequest
 from octavo.gateway.writers import ChatWriter, CompletionWriter, Head, usage_object
 from octavo.protocol.steps import FinishReason, TokenLogprobs
@@ -63,6 +63,11 @@ def test_usage_sums_prompts_and_tells_what_was_trimmed() -> None:
         "completion_tokens_details": {"clamped_max_tokens": 10},
     }
     assert degradation_headers(usages) == {"x-octavo-trimmed-tokens": "3", "x-octavo-max-tokens": "10"}
+
+
+def test_level_is_the_highest_that_a_prompt_was_taken_at() -> None:
+    assert level_header([0, 2, None]) == {"x-octavo-level": "2"}
+    assert level_header([None]) == {}
 
 
 @given(st.text(), st.data())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from octavo.protocol.steps import Priority
 from octavo.service.settings import SettingsError
 
 from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.overload import OverloadConfig
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file(
@@ -45,6 +49,63 @@ def test_core_gets_the_static_arm_only_when_asked() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("lookahead", 0),
+        ("lookahead_age_s", 0.5),
+        ("aging_stride", 2),
+        ("starvation_age_s", 5.0),
+        ("max_preemptions", 0),
+    ],
+)
+def test_order_of_the_queue_is_set_from_every_source(
+    flag: str, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert getattr(SchedulerSettings.load({flag: str(value)}).core_config(), flag) == value
+    file = tmp_path / "octavo.toml"
+    file.write_text(f"[scheduler]\n{flag} = {value}\n")
+    assert getattr(SchedulerSettings.load({"config_file": file}).core_config(), flag) == value
+    monkeypatch.setenv(f"OCTAVO_SCHEDULER_{flag.upper()}", str(value))
+    assert getattr(SchedulerSettings.load({}).core_config(), flag) == value
+
+
+def test_each_lower_class_has_its_own_age() -> None:
+    config = SchedulerSettings.load({"aging_standard_s": "3", "aging_batch_s": "7"}).core_config()
+    assert (config.aging_s[Priority.STANDARD], config.aging_s[Priority.BATCH]) == (3.0, 7.0)
+
+
+def test_every_plain_setting_of_the_core_is_one_of_the_scheduler() -> None:
+    made_of_several = {"static", "overload", "aging_s", "tenant_weights"}
+    names = {field.name for field in fields(CoreConfig)} - made_of_several
+    assert names <= SchedulerSettings.model_fields.keys()
+
+
+def test_settings_that_are_not_given_are_those_of_the_core() -> None:
+    config = SchedulerSettings.load({"overload_control": False, "max_waiting_tokens": "none"}).core_config()
+    assert config == CoreConfig()
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        ({"level_blocks": "0.9,0.95,none,none"}, "blocks", (0.9, 0.95, None, None)),
+        ({"level_exit_ratio": "0.5"}, "exit_ratio", 0.5),
+        ({"level_rise_s": "0"}, "rise_s", 0.0),
+        ({"breaker_open_s": "2"}, "open_s", 2.0),
+        ({"breaker_max_open_s": "60"}, "max_open_s", 60.0),
+        ({"breaker_probes": "5"}, "num_probes", 5),
+    ],
+)
+def test_overload_control_is_set_by_flags(flags: dict[str, str], field: str, value: object) -> None:
+    overload = SchedulerSettings.load(flags).core_config().overload
+    assert getattr(overload, field) == value
+
+
+def test_overload_control_that_is_not_set_is_that_of_the_core() -> None:
+    assert SchedulerSettings.load({}).core_config().overload == OverloadConfig()
+
+
+@pytest.mark.parametrize(
     ("flags", "named"),
     [
         ({"windwo": 1}, "windwo: no such setting"),
@@ -53,7 +114,20 @@ def test_core_gets_the_static_arm_only_when_asked() -> None:
         ({"workers": ""}, "workers must name at least one"),
         ({"workers": "a:1,b"}, "workers must be host:port, got 'b'"),
         ({"workers": "dns:b:99999"}, "workers must be host:port"),
-        ({"policy": "lifo"}, "policy"),
+        ({"policy": "lifo"}, "policy: must be one of fcfs, edf, fair, got 'lifo'"),
+        ({"lookahead": -1}, "lookahead"),
+        ({"lookahead_age_s": -1}, "lookahead_age_s"),
+        ({"aging_standard_s": -1}, "aging_standard_s"),
+        ({"aging_batch_s": -1}, "aging_batch_s"),
+        ({"aging_stride": 1}, "aging_stride"),
+        ({"starvation_age_s": 0}, "starvation_age_s"),
+        ({"max_preemptions": -1}, "max_preemptions"),
+        ({"level_blocks": "0.9,0.8,none,none"}, "level_blocks: must be positive and ascending"),
+        ({"level_exit_ratio": 1.0}, "level_exit_ratio"),
+        ({"level_rise_s": -1}, "level_rise_s"),
+        ({"breaker_open_s": 0}, "breaker_open_s"),
+        ({"breaker_open_s": 60}, "breaker_max_open_s .30. < breaker_open_s .60."),
+        ({"breaker_probes": 0}, "breaker_probes"),
         ({"config_file": "/nowhere/octavo.toml"}, "/nowhere/octavo.toml: No such file"),
     ],
 )

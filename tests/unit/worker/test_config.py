@@ -54,6 +54,19 @@ def test_settings_vllm_args_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: "),
         ({"vllm_args": "{"}, "vllm_args: "),
         ({"quantization": "awq"}, "quantization is for the vllm runner, and the runner is torch"),
+        ({"trust_remote_code": True}, "trust_remote_code is for the vllm runner, and the runner is torch"),
+        (
+            {"runner": "sim", "num_threads": 2},
+            "num_threads is for the torch or vllm runner, and the runner is sim",
+        ),
+        (
+            {"runner": "sim", "dtype": "float16"},
+            "dtype is for the torch or vllm runner, and the runner is sim",
+        ),
+        (
+            {"runner": "vllm", "pipeline_parallel_size": 2},
+            "pipeline_parallel_size must be 1: a step's tokens are known before the next step starts",
+        ),
         ({"runner": "vllm", "padded": True}, "padded is for the torch or sim runner, and the runner is vllm"),
         ({"config_file": "/no/such/file.toml"}, "/no/such/file.toml: No such file"),
     ],

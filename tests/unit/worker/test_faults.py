@@ -101,3 +101,38 @@ def test_injected_out_of_memory_on_two_percent_of_steps_fails_no_request() -> No
         driver.finish(one)
         assert one.output == driver.expected(one)
     assert "FAILED" not in driver.met
+
+
+PROMPT, OTHER = list(range(1, 17)), list(range(20, 48))
+
+
+def tiered() -> tuple[Driver, Faults]:
+    """A driver with a host tier and PROMPT's blocks cached on the device, and the faults of its runner."""
+    driver, faults = Driver(num_blocks=9, max_model_len=36, num_host_blocks=8), Faults()
+    driver.engine = Engine(FaultyRunner(driver.runner, faults, Effects()), driver.config)
+    driver.finish(request([*PROMPT, 48], 1))
+    return driver, faults
+
+
+def test_copies_to_the_host_that_are_made_to_fail_lose_cached_contents_and_nothing_else() -> None:
+    driver, faults = tiered()
+    faults.set([Fault(FaultKind.TIER_COPY)])
+    other, again = request(OTHER, 5), request([*PROMPT, 49], 3)
+    driver.finish(other)
+    assert not driver.host_keys
+    assert driver.runner.blocks_out == 0
+    driver.finish(again)
+    assert [other.output, again.output] == [driver.expected(other), driver.expected(again)]
+    assert "FAILED" not in driver.met
+
+
+def test_copy_to_the_device_that_is_made_to_fail_is_made_up_for_by_computing() -> None:
+    driver, faults = tiered()
+    driver.finish(request(OTHER, 5))
+    faults.set([Fault(FaultKind.TIER_COPY)])
+    again = request([*PROMPT, 49], 3)
+    assert driver.step(again).admitted[0].host_cached_tokens > 0
+    driver.finish(again)
+    assert driver.runner.blocks_in == 0
+    assert again.output == driver.expected(again)
+    assert "FAILED" not in driver.met

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from worker_svc.config import NO_PIPELINE
 from worker_svc.errors import SettingsError
 
 DEFAULT_BLOCK_SIZE: Final = 32
@@ -116,10 +117,7 @@ def engine_args(settings: VllmSettings, *, on_cpu: bool) -> dict[str, Any]:
         if (reason := REFUSED_ARGS.get(name)) is not None:
             raise SettingsError(f"vllm argument {name} cannot be set: {reason}")
     if settings.args.get("pipeline_parallel_size", 1) != 1:
-        raise SettingsError(
-            "pipeline_parallel_size must be 1: a step's tokens are known before the next step starts, so "
-            "stages would wait for each other; use tensor_parallel_size, or more workers"
-        )
+        raise SettingsError(NO_PIPELINE)
     if on_cpu and settings.block_size % CPU_BLOCK_MULTIPLE:
         raise SettingsError(
             f"vLLM on a CPU wants a block_size that is a multiple of {CPU_BLOCK_MULTIPLE}, got "

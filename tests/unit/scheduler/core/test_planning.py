@@ -230,6 +230,28 @@ def test_interactive_request_preempts_one_batch_request_when_all_places_are_take
     desk.finish()
 
 
+@pytest.mark.parametrize("steps", [1, 12])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_preemption_says_what_is_computed_again_when_the_cache_keeps_the_rest(
+    steps: int, prefix_caching: bool
+) -> None:
+    desk = Desk(worker(max_num_seqs=1, max_num_batched_tokens=40), window=1, prefix_caching=prefix_caching)
+    victim = desk.submit(100, max_tokens=60, priority=LOW)
+    for _ in range(steps):
+        desk.answer()
+    urgent = desk.submit(10, max_tokens=1, priority=HIGH)
+    run_until(desk, lambda: bool(desk.events("sequence_preempted")))
+    (event,) = desk.events("sequence_preempted")
+    known = desk.sequence(victim).num_tokens
+    run_until(desk, lambda: (urgent, 0) in desk.ends)
+    run_until(desk, lambda: desk.sequence(victim).status is Status.RUNNING)
+    desk.answer()
+    (again,) = desk.reports[-1].admitted
+    assert event["tokens_to_recompute"] == known - again.cached_tokens
+    assert (again.cached_tokens > 0) == prefix_caching
+    desk.finish()
+
+
 def test_nobody_is_preempted_while_another_worker_has_room() -> None:
     desk = Desk(worker(max_num_seqs=2), worker("w1", max_num_seqs=2))
     for _ in range(3):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from octavo.protocol.steps import Priority
 from octavo.sampling import SamplingParams
 
+from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core import CoreConfig, NewRequest
-from scheduler_svc.core.policies import NoCharges, VirtualTokenCounters
+from scheduler_svc.core.policies import POLICIES, Fcfs, NoCharges, VirtualTokenCounters
 from scheduler_svc.core.request import Request, Sequence
 from scheduler_svc.core.waiting import WaitingQueue
 from tests.unit.scheduler.core.desk import HIGH, LOW, NORMAL, Desk, worker
@@ -231,6 +233,30 @@ def test_fair_discounts_cached_prompt_tokens() -> None:
     desk.submit([*prompt, 1, 2], max_tokens=100, tenant="second")
     desk.answer()
     assert pool.charges.level("second") - before < 12, "2 prompt tokens and a few of output"
+    desk.finish()
+
+
+class LastCome(Fcfs):
+    """A policy that only `POLICIES` knows."""
+
+    charges_tenants = True
+
+    def order(self) -> Iterator[Sequence]:
+        return reversed(self._waiting)
+
+
+def test_policy_that_is_only_registered_is_a_setting_orders_and_charges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(POLICIES, "last_come", LastCome)
+    policy = SchedulerSettings.load({"policy": "last_come"}).core_config().policy
+    desk = Desk(worker(max_num_seqs=1), policy=policy, window=1)
+    desk.submit(20, max_tokens=4)
+    early, late = desk.submit(20, max_tokens=4, tenant="a"), desk.submit(20, max_tokens=4, tenant="b")
+    while desk.core.find(late) is not None:
+        desk.answer()
+    assert desk.sequence(early).num_output_tokens == 0
+    assert desk.core._pools["sim"].charges.level("b") >= 20
     desk.finish()
 
 
