@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from octavo.v1 import common_pb2, operations_pb2
 from octavo.v1 import generation_pb2 as pb
 
+from scheduler_svc.main import EXIT_FAILED
 from tests.e2e.scheduler_stack import (
     WAIT_S,
     Output,
@@ -259,6 +260,45 @@ async def test_drain_refuses_new_requests_and_finishes_the_old() -> None:
             assert (await running).text[0] == "the last one"
     finally:
         await worker.stop()
+
+
+async def test_drain_without_an_end_gets_one_when_told_again(pair: Pair) -> None:
+    stack, worker = pair
+    worker.gate.close()
+    running = asyncio.create_task(stack.generate(text="never done"))
+    await until(lambda: any(w.running for w in stack.process.driver.snapshot().workers))
+    await stack.operations.Drain(operations_pb2.DrainRequest())
+    await until(lambda: stack.process.driver.draining)
+    stack.process.stop("a signal", 0.0)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await running
+    worker.gate.open()
+
+
+@pytest.mark.parametrize("who", ["driver", "tokenizer"])
+@pytest.mark.parametrize("draining", [False, True])
+async def test_bug_that_ends_what_all_requests_need_ends_the_process(
+    pair: Pair, who: str, draining: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack, worker = pair
+    process = stack.process
+    worker.gate.close()
+    running = asyncio.create_task(stack.generate(text="never done"))
+    await until(lambda: any(w.running for w in process.driver.snapshot().workers))
+    if draining:
+        await stack.operations.Drain(operations_pb2.DrainRequest())
+        await until(lambda: process.driver.draining)
+    if who == "driver":
+        monkeypatch.setattr(process.driver._core, "drain", None)
+        process.driver.drain()
+    else:
+        monkeypatch.setattr(process.pool, "_prepare", None)
+        for wake in process.pool._wakes:
+            wake.set()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await running
+    stack.exit_code = EXIT_FAILED
+    worker.gate.open()
 
 
 async def test_draining_one_worker_leaves_the_other() -> None:
