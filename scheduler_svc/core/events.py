@@ -53,3 +53,5 @@ class WorkerInfo:
     host_keys: tuple[bytes, ...] = ()
     adapters: tuple[str, ...] = ()
     """LoRA adapters that it can apply."""
+    draining: bool = False
+    """It takes nothing new."""

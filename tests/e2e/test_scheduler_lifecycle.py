@@ -320,6 +320,43 @@ async def test_draining_one_worker_leaves_the_other() -> None:
         await second.stop()
 
 
+async def test_drained_worker_stays_drained_until_its_process_is_another() -> None:
+    worker = await start_worker()
+    async with scheduler(worker.address) as stack:
+        await stack.wait_ready()
+        await stack.operations.Drain(operations_pb2.DrainRequest(worker_id="w1"))
+        assert await state_of_worker(stack) == "draining"
+        waiting = asyncio.create_task(stack.generate(text="patience"))
+        await until(lambda: sum(queue.waiting for queue in stack.process.driver.snapshot().queues) == 1)
+        for _ in range(2):
+            stack.process.fleet.find("w1").detach("test")
+            await until(lambda: not stack.process.driver.snapshot().workers)
+            await until(lambda: stack.process.driver.snapshot().workers)
+            assert await state_of_worker(stack) == "draining"
+            assert stack.process.fleet.num_ready == 0
+        assert (await stack.status()).workers[0].steps == 0
+        await worker.stop()
+        again = await start_worker(port=int(worker.address.rpartition(":")[2]))
+        try:
+            assert (await waiting).text[0] == "patience"
+            assert await state_of_worker(stack) == "ready"
+        finally:
+            await again.stop()
+
+
+async def state_of_worker(stack: Stack) -> str:
+    (worker,) = (await stack.status()).workers
+    return worker.state
+
+
+async def test_grace_for_one_worker_is_refused_by_name(pair: Pair) -> None:
+    stack, _ = pair
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.operations.Drain(operations_pb2.DrainRequest(worker_id="w1", grace_ms=1))
+    assert [violation.field for violation in error_of(caught.value).violations] == ["grace_ms"]
+    assert await state_of_worker(stack) == "ready"
+
+
 async def test_pinned_prefix_stays_and_can_be_lifted(pair: Pair) -> None:
     stack, worker = pair
     text = "a system prompt that many requests share, word for word"

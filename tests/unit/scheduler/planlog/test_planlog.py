@@ -399,6 +399,7 @@ workers = st.builds(
     device_keys=keys,
     host_keys=keys,
     adapters=st.lists(name, max_size=3).map(tuple),
+    draining=st.booleans(),
 )
 
 
