@@ -7,14 +7,15 @@ import hashlib
 import hmac
 import secrets
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 from octavo.protocol.convert import keys_from_proto
-from octavo.protocol.keys import root_key
+from octavo.protocol.keys import chain, root_key
 from octavo.sampling import SamplingParams
 
-from scheduler_svc.calls import ChatPrompt, GenerateCall, ServiceTerms, TextPrompt
+from scheduler_svc.calls import ChatPrompt, GenerateCall, ResumedChoice, ServiceTerms, TextPrompt
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.convert import Violations
 from scheduler_svc.core.events import NewRequest
@@ -74,13 +75,14 @@ class Admission:
         """
         target = self._models.find(call.model)
         model = target.model
-        root = self.root_key(target, arrival.tenant, call.terms.cache_salt)
+        keys = KeySpec(self.root_key(target, arrival.tenant, call.terms.cache_salt), model.block_size)
         limits = self.gate.limits(call, model)
         trim = limits.trim if limits is not None else None
-        encoded = await self._encode(call, model, KeySpec(root, model.block_size), trim)
+        encoded = await self._encode(call, model, keys, trim)
         prompt = await _unpack(encoded.token_ids)
         resolved = _resolve(call, model, len(prompt))
         sampling = _clamp(resolved, limits.max_tokens if limits is not None else None)
+        prompt_keys = keys_from_proto(encoded.keys)
         wanted = call.sampling.max_tokens or resolved.max_tokens
         lowered = call.terms.may_trim and sampling.max_tokens != wanted
         return Admitted(
@@ -91,9 +93,10 @@ class Admission:
                 sampling=sampling,
                 priority=call.terms.priority,
                 tenant=arrival.tenant,
-                prompt_keys=keys_from_proto(encoded.keys),
-                root_key=root,
+                prompt_keys=prompt_keys,
+                root_key=keys.root,
                 resumed={choice: resumed.token_ids for choice, resumed in call.resumed.items()},
+                resumed_keys=await _resumed_keys(call.resumed, prompt, prompt_keys, keys),
                 paced=arrival.paced,
                 adapter=target.adapter,
                 may_shed=call.terms.may_shed,
@@ -159,6 +162,19 @@ async def _unpack(packed: bytes) -> list[int]:
         await asyncio.sleep(0)
         ids += packed_ids[start : start + _SLICE_TOKENS].tolist()
     return ids
+
+
+async def _resumed_keys(
+    resumed: Mapping[int, ResumedChoice], prompt: list[int], prompt_keys: tuple[bytes, ...], keys: KeySpec
+) -> dict[int, tuple[bytes, ...]]:
+    """Return the keys of all full blocks of choices that go on. Others get a turn after each."""
+    parent = prompt_keys[-1] if prompt_keys else keys.root
+    rest = prompt[len(prompt_keys) * keys.block_size :]
+    found: dict[int, tuple[bytes, ...]] = {}
+    for choice, had in resumed.items():
+        found[choice] = (*prompt_keys, *chain(parent, [*rest, *had.token_ids], keys.block_size))
+        await asyncio.sleep(0)
+    return found
 
 
 def _resolve(call: GenerateCall, model: Model, prompt_tokens: int) -> SamplingParams:

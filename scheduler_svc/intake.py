@@ -106,6 +106,7 @@ class Intake:
             )
             admitted = await self._admission.admit(call, arrival)
             live = LiveRequest(call, admitted, stream.outbox, record)
+            await live.resume()
         except ServiceError as error:
             pending.close()
             record.end(error.reason)

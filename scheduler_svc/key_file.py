@@ -60,14 +60,17 @@ class KeyFileWatch:
                 self._use(await asyncio.to_thread(_parse, content))
         except KeyFileError as error:
             self._complain(str(error))
+        except Exception as error:  # noqa: BLE001 - told, and tried again: who follows the file must not end
+            self._forget()
+            self._complain(f"{type(error).__name__}: {error}")
         else:
             if self.problem is not None:
                 self._complain(self.problem)
 
     def _use(self, key_file: KeyFile) -> None:
+        self._on_change(key_file)
         self.problem = None
         self._metrics.key_file_broken.set(0)
-        self._on_change(key_file)
         _log.info(
             "key_file_loaded",
             path=str(self._path),
@@ -91,16 +94,23 @@ class KeyFileWatch:
         """Return the content if it may be another than the last time."""
         try:
             status = self._path.stat()
+            signature = (status.st_ino, status.st_dev, status.st_size, status.st_mtime_ns)
+            if signature == self._signature:
+                return None
+            content = self._read()
         except OSError as error:
-            self._signature = self._content = None
+            self._forget()
             raise KeyFileError(str(error.strerror)) from None
-        signature = (status.st_ino, status.st_dev, status.st_size, status.st_mtime_ns)
-        if signature == self._signature:
-            return None
-        content = self._read()
+        except KeyFileError:
+            self._forget()
+            raise
         settled = time.time() - status.st_mtime > _SETTLED_S
         self._signature = signature if settled else None
         return content
+
+    def _forget(self) -> None:
+        """Take in whatever the file holds next, even if it is what it held before."""
+        self._signature = self._content = None
 
     def _read(self) -> bytes:
         try:

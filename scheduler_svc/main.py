@@ -75,10 +75,13 @@ def run(settings: SchedulerSettings) -> int:
 async def _run(settings: SchedulerSettings) -> int:
     """Serve; the first signal drains, the second exits at once."""
     process = SchedulerProcess(settings)
+    signalled = False
 
     def on_signal(number: signal.Signals) -> None:
-        if process.stopping:
+        nonlocal signalled
+        if signalled:
             os._exit(128 + number)
+        signalled = True
         process.stop(number.name, settings.drain_grace_s)
 
     for number in _SIGNALS:
@@ -146,8 +149,8 @@ class SchedulerProcess:
         self.pool = TokenizerPool(settings.tokenizer_processes, settings.tokenizer_timeout_s, max_pending)
         self.models = ModelRegistry(self.pool)
         self._settings = settings
-        self._stop: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
-        self._stop_cause = ""
+        self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._grace_over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         pins = PinBoard()
         self._board = board = StatusBoard(
@@ -182,10 +185,15 @@ class SchedulerProcess:
         return self._stop.done()
 
     def stop(self, cause: str, grace_s: float | None) -> None:
-        """Begin to end: refuse new requests, and give those here this long, or as long as they take."""
+        """Begin to end: refuse new requests, and give those here this long, or as long as they take.
+
+        Of two calls, the one whose grace is over first decides.
+        """
+        log.info("draining", cause=cause, grace_s=grace_s)
+        if grace_s is not None:
+            asyncio.get_running_loop().call_later(grace_s, self._grace_over.set)
         if not self._stop.done():
-            self._stop_cause = cause
-            self._stop.set_result(grace_s)
+            self._stop.set_result(None)
 
     async def serve(self, listening: asyncio.Future[int] | None = None) -> int:
         """Run from start to end and return the exit code.
@@ -199,9 +207,9 @@ class SchedulerProcess:
         settings = self._settings
         metrics_port, close_metrics = self._serve_metrics()
         port = await self._server.start(settings.host, settings.port)
-        self.pool.start()
         self.fleet.start()
-        driving = asyncio.create_task(self.driver.run())
+        driving = asyncio.create_task(self.driver.run(), name="driver")
+        vital: list[asyncio.Task[Any]] = [driving, *self.pool.start()]
         watching = [_watch("history", self._board.history.run())]
         if self._key_file is not None:
             watching.append(_watch("key_file", self._key_file.run()))
@@ -215,12 +223,13 @@ class SchedulerProcess:
         if listening is not None:
             listening.set_result(port)
         try:
-            awaited: set[asyncio.Future[Any]] = {driving, self._stop}
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            if driving.done():
-                log.critical("driver_died", exc_info=driving.exception())
-                return EXIT_FAILED
-            await self._drain(self._stop.result())
+            await asyncio.wait([*vital, self._stop], return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.done():
+                await self._drain(vital)
+            for task in vital:
+                if task.done():
+                    log.critical("task_died", task=task.get_name(), exc_info=task.exception())
+                    return EXIT_FAILED
         finally:
             await self._server.stop(_CLOSE_S)
             await self.fleet.close()
@@ -277,15 +286,19 @@ class SchedulerProcess:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _drain(self, grace_s: float | None) -> None:
-        log.info("draining", cause=self._stop_cause, grace_s=grace_s)
+    async def _drain(self, vital: list[asyncio.Task[Any]]) -> None:
+        """Wait until no request is live, the grace is over, or a task died without which none would end."""
         await self._server.set_serving(serving=False)
         self.driver.drain()
+        idle = asyncio.create_task(self.driver.wait_idle())
+        grace_over = asyncio.create_task(self._grace_over.wait())
         try:
-            async with asyncio.timeout(grace_s):
-                await self.driver.wait_idle()
-        except TimeoutError:
-            log.warning("drain_grace_over", live_requests=self.accounts.live)
+            await asyncio.wait([idle, grace_over, *vital], return_when=asyncio.FIRST_COMPLETED)
+            if grace_over.done() and not idle.done():
+                log.warning("drain_grace_over", live_requests=self.accounts.live)
+        finally:
+            idle.cancel()
+            grace_over.cancel()
 
     def _serve_metrics(self) -> tuple[int | None, Callable[[], None]]:
         """Serve metrics over HTTP, from a thread of its own; return the port, and what ends it."""

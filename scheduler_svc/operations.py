@@ -92,8 +92,10 @@ class StatusService:
         snapshot = self._driver.snapshot()
         workers = snapshot.workers
         if request.HasField("worker_id"):
-            _known(self._fleet, request.worker_id)
-            self._driver.worker_draining(request.worker_id)
+            link = _known(self._fleet, request.worker_id)
+            if request.HasField("grace_ms"):
+                raise ServiceError.invalid(("grace_ms", "is for the whole scheduler, not with worker_id"))
+            link.drain()
             workers = tuple(worker for worker in workers if worker.worker_id == request.worker_id)
         else:
             self._begin_drain(request.grace_ms / 1000 if request.HasField("grace_ms") else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Final
 
@@ -28,11 +29,7 @@ _LOGPROBS_BYTES: Final = 32
 
 
 class LiveRequest:
-    """A request from its admission to its end. The core knows it as `core_id`.
-
-    Raises:
-        ServiceError: what the client says it has seen does not fit the tokens it resumes with.
-    """
+    """A request from its admission to its end. The core knows it as `core_id`."""
 
     def __init__(self, call: GenerateCall, admitted: Admitted, outbox: Outbox, record: RequestRecord) -> None:
         request, model = admitted.request, admitted.model
@@ -69,7 +66,18 @@ class LiveRequest:
         self._stop_token_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             self._stop_token_ids |= model.eos_token_ids
-        self._unsent = {index: self._resume(index, resumed) for index, resumed in call.resumed.items()}
+        self._resumed = call.resumed
+        self._unsent: dict[int, str] = {}
+
+    async def resume(self) -> None:
+        """Bring choices to where their client saw them last. Others get a turn after each.
+
+        Raises:
+            ServiceError: what the client says it has seen does not fit the tokens it resumes with.
+        """
+        for index, resumed in self._resumed.items():
+            self._unsent[index] = self._resume(index, resumed)
+            await asyncio.sleep(0)
 
     def _resume(self, index: int, resumed: ResumedChoice) -> str:
         """Bring a choice to where its client saw it last; return the text that it has not seen."""

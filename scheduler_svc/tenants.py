@@ -82,7 +82,9 @@ class Bucket:
         self.per_minute = per_minute
 
     def _refill(self, now: float) -> float:
-        gained = max(0.0, now - self._at) * self.per_minute / 60
+        # Who asks with an earlier time, as of its arrival, must not be given again what came back since.
+        now = max(now, self._at)
+        gained = (now - self._at) * self.per_minute / 60
         self._level = min(float(self.per_minute), self._level + gained)
         self._at = now
         return self._level

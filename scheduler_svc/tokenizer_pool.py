@@ -14,7 +14,7 @@ import pickle
 import sys
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NoReturn
 
 import structlog
 
@@ -43,10 +43,18 @@ _MAX_ATTEMPTS: Final = 3
 _LOAD_TIMEOUT_S: Final = 60.0
 _LAST_BREATH_S: Final = 1.0
 _PAUSE_S: Final = 0.2
+# How long a job waits for a child that cannot be started: files and memory may come back in a moment.
+_START_PATIENCE_S: Final = 10.0
+# A tokenizer that did not load may do so later, when it was memory that it lacked.
+_RELOAD_S: Final = 30.0
 
 
 class _Crashed(Exception):
     """The child is gone."""
+
+
+class _CannotStart(Exception):
+    """The system gives no process now; the message says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +64,7 @@ class _Ticket:
     job: Job
     size_bytes: int
     done: asyncio.Future[object]
+    since: float
     attempts: int = 0
 
 
@@ -70,22 +79,26 @@ class _Child:
         """Start the process unless it runs, and wait until it listens.
 
         Raises:
+            _CannotStart: the system is out of processes, files or memory.
             _Crashed: it ended before it did.
             TimeoutError: it took too long and was killed.
         """
         if self._process is not None:
             return
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "scheduler_svc.tokenizer_child",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=1 << 20,
-            # One prompt, one core: the rest belongs to whoever computes.
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        )
-        await self._receive(self._process, _LOAD_TIMEOUT_S)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "scheduler_svc.tokenizer_child",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=1 << 20,
+                # One prompt, one core: the rest belongs to whoever computes.
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            )
+        except OSError as error:
+            raise _CannotStart(error.strerror or str(error)) from None
+        await self._converse(self._process, _LOAD_TIMEOUT_S)
 
     async def exchange(self, message: TextSpec | Job, timeout_s: float) -> object:
         """Return the child's reply.
@@ -97,11 +110,8 @@ class _Child:
         process = self._process
         if process is None:
             raise _Crashed
-        assert process.stdin is not None
         data = pickle.dumps(message, protocol=5)
-        process.stdin.write(HEADER.pack(len(data)))
-        process.stdin.write(data)
-        return await self._receive(process, timeout_s)
+        return await self._converse(process, timeout_s, HEADER.pack(len(data)), data)
 
     async def stop(self, *, dead: bool = False) -> None:
         """End the process, whatever it is doing. `dead`: it is about to be gone by itself."""
@@ -119,15 +129,24 @@ class _Child:
             process.kill()
         await process.wait()
 
-    async def _receive(self, process: asyncio.subprocess.Process, timeout_s: float) -> object:
+    async def _converse(
+        self, process: asyncio.subprocess.Process, timeout_s: float, *message: bytes
+    ) -> object:
+        """Send a message, if any, and return the next one that comes."""
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             async with asyncio.timeout(timeout_s):
+                for part in message:
+                    process.stdin.write(part)
                 await process.stdin.drain()
                 (size,) = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
                 return pickle.loads(await process.stdout.readexactly(size))  # noqa: S301 - our child
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except TimeoutError:
+            await self.stop()
+            raise
+        # uvloop raises RuntimeError for a pipe whose other end is known to be gone.
+        except (asyncio.IncompleteReadError, OSError, RuntimeError):
             await self.stop(dead=True)
             raise _Crashed from None
         except BaseException:
@@ -145,18 +164,26 @@ class TokenizerPool:
         self._specs: dict[str, TextSpec] = {}
         self._small: deque[_Ticket] = deque()
         self._large: deque[_Ticket] = deque()
-        self._broken: dict[str, Failure] = {}
+        self._broken: dict[str, tuple[Failure, float]] = {}
+        """Tokenizers that did not load, with why and when."""
         self._crashed_loads: Counter[str] = Counter()
         self._pending_bytes = 0
         self._wakes = [asyncio.Event() for _ in range(size)]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._children = [_Child() for _ in range(size)]
+        self._tasks: list[asyncio.Task[NoReturn]] = []
 
-    def start(self) -> None:
-        """Begin to serve; child processes come with the first model."""
+    def start(self) -> list[asyncio.Task[NoReturn]]:
+        """Begin to serve; child processes come with the first model.
+
+        Returns the tasks that do: should a bug end one, jobs may wait for ever.
+        """
         self._tasks = [
-            asyncio.create_task(self._serve(wake, takes_large=index > 0 or len(self._wakes) == 1))
-            for index, wake in enumerate(self._wakes)
+            asyncio.create_task(
+                self._serve(index, takes_large=index > 0 or len(self._wakes) == 1), name=f"tokenizer {index}"
+            )
+            for index in range(len(self._wakes))
         ]
+        return self._tasks
 
     async def close(self) -> None:
         """End all child processes."""
@@ -197,7 +224,8 @@ class TokenizerPool:
             pending and self._pending_bytes + size_bytes > _MAX_PENDING_BYTES
         ):
             raise ServiceError("QUEUE_FULL", "too many prompts wait to be tokenized", retry_after_s=1.0)
-        ticket = _Ticket(job, size_bytes, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        ticket = _Ticket(job, size_bytes, loop.create_future(), loop.time())
         self._enqueue(ticket)
         result = await ticket.done
         if isinstance(result, Failure):
@@ -223,12 +251,21 @@ class TokenizerPool:
                     return ticket
         return None
 
-    async def _serve(self, wake: asyncio.Event, *, takes_large: bool) -> None:
-        child = _Child()
+    async def _serve(self, index: int, *, takes_large: bool) -> NoReturn:
+        wake, child = self._wakes[index], self._children[index]
+        told = ""
         try:
             while True:
                 wake.clear()
-                if not await self._prepare(child):
+                try:
+                    ready, told = await self._prepare(child), ""
+                except _CannotStart as problem:
+                    if told != str(problem):
+                        told = str(problem)
+                        _log.error("tokenizer_cannot_start", problem=told)
+                    self._refuse_stale(told, takes_large=takes_large)
+                    ready = False
+                if not ready:
                     await asyncio.sleep(_PAUSE_S)
                 elif (ticket := self._next(takes_large=takes_large)) is not None:
                     await self._answer(child, ticket)
@@ -237,9 +274,30 @@ class TokenizerPool:
         finally:
             await child.stop()
 
+    def _refuse_stale(self, problem: str, *, takes_large: bool) -> None:
+        """Refuse the jobs that have waited too long for a child."""
+        until = asyncio.get_running_loop().time() - _START_PATIENCE_S
+        for queue in (self._small, self._large) if takes_large else (self._small,):
+            while queue and queue[0].since <= until:
+                ticket = queue.popleft()
+                self._pending_bytes -= ticket.size_bytes
+                if not ticket.done.done():
+                    refusal = f"no process can be started to tokenize: {problem}"
+                    ticket.done.set_exception(ServiceError("QUEUE_FULL", refusal, retry_after_s=1.0))
+
+    def _missing(self, child: _Child) -> set[str]:
+        """Return the models that a child has to load."""
+        since = asyncio.get_running_loop().time() - _RELOAD_S
+        broken = {model for model, (_, at) in self._broken.items() if at > since}
+        return self._specs.keys() - child.loaded - broken
+
     async def _prepare(self, child: _Child) -> bool:
-        """Give a child the models that it does not have; return whether it is ready for jobs."""
-        while missing := self._specs.keys() - child.loaded:
+        """Give a child the models that it does not have; return whether it is ready for jobs.
+
+        Raises:
+            _CannotStart: there is no child, and none can be started.
+        """
+        while missing := self._missing(child):
             model = missing.pop()
             try:
                 await child.start()
@@ -251,29 +309,34 @@ class TokenizerPool:
                 if self._crashed_loads[model] < _MAX_ATTEMPTS:
                     return False
                 reply = Failure("its process ends while it loads the tokenizer")
-            child.loaded.add(model)
             if isinstance(reply, Failure):
-                self._broken[model] = reply
+                self._broken[model] = reply, asyncio.get_running_loop().time()
                 _log.error("tokenizer_load_failed", model=model, problem=reply.problem)
+            else:
+                child.loaded.add(model)
+                self._broken.pop(model, None)
         return True
 
     async def _answer(self, child: _Child, ticket: _Ticket) -> None:
         ticket.attempts += 1
-        result: object = self._broken.get(ticket.job.model)
+        model = ticket.job.model
+        result: object = None
         try:
-            if result is None:
+            if model not in child.loaded and model in self._broken:
+                result, _ = self._broken[model]
+            else:
                 result = await child.exchange(ticket.job, self._timeout_s)
         except TimeoutError:
-            _log.warning("tokenizer_timeout", model=ticket.job.model, size_bytes=ticket.size_bytes)
+            _log.warning("tokenizer_timeout", model=model, size_bytes=ticket.size_bytes)
             result = Failure(f"it took longer than {self._timeout_s:g} s")
         except _Crashed:
-            _log.warning("tokenizer_crashed", model=ticket.job.model, attempts=ticket.attempts)
+            _log.warning("tokenizer_crashed", model=model, attempts=ticket.attempts)
             if ticket.attempts < _MAX_ATTEMPTS:
                 self._enqueue(ticket)
                 return
             result = Failure("its process crashed on this input")
         except Exception as error:  # noqa: BLE001 - logged; the next job must not suffer
-            _log.exception("tokenizer_failed", model=ticket.job.model)
+            _log.exception("tokenizer_failed", model=model)
             result = Failure(repr(error))
         if not ticket.done.done():
             ticket.done.set_result(result)

@@ -94,6 +94,8 @@ class LinkContext:
     on_step: Callable[[str, StepTiming], None]
     worker_ids: dict[str, WorkerLink] = field(default_factory=dict)
     """Who is attached, so that one worker behind two addresses is attached once."""
+    drained: dict[str, str] = field(default_factory=dict)
+    """Workers that an operator has drained: which process of each, by its incarnation."""
 
 
 class WorkerLink:
@@ -109,6 +111,7 @@ class WorkerLink:
         self._stub: worker_pb2_grpc.WorkerAsyncStub | None = None
         self.last_problem = ""
         self.model_id = ""
+        self._incarnation = ""
         self.pin_budget_blocks = 0
 
     @property
@@ -155,6 +158,12 @@ class WorkerLink:
         if self._session is not None:
             self._session.cancel()
 
+    def drain(self) -> None:
+        """Let the worker take nothing new, whatever befalls its stream, until its process is another."""
+        self._context.drained[self.status.worker_id] = self._incarnation
+        self._become("draining")
+        self._context.driver.worker_draining(self.status.worker_id)
+
     async def inject_faults(self, request: worker_pb2.InjectFaultsRequest) -> None:
         """Replace the worker's faults; raises grpc.aio.AioRpcError when it does not take them."""
         assert self._stub is not None
@@ -183,6 +192,7 @@ class WorkerLink:
             model = await context.models.claim(description)
             status.worker_id, status.model, status.runner = worker_id, model.id, description.runner
             self.model_id = model.id
+            self._incarnation = description.incarnation
             self.pin_budget_blocks = description.geometry.pin_budget_blocks
             await self._run_stream(stub, description, model)
         finally:
@@ -208,7 +218,7 @@ class WorkerLink:
                 info = await self._read_welcome(call, description)
             sender = asyncio.create_task(self._pump(call, self._outgoing))
             model.workers.add(worker_id)
-            self._become("ready")
+            self._become("draining" if info.draining else "ready")
             context.driver.worker_up(info, self)
             context.on_ready(self)
             await self._read_reports(call, worker_id)
@@ -245,6 +255,7 @@ class WorkerLink:
             device_keys=tuple(device_keys),
             host_keys=tuple(host_keys),
             adapters=tuple(description.adapters),
+            draining=self._context.drained.get(welcome.worker_id) == welcome.incarnation,
         )
 
     async def _read_reports(self, call: _Call, worker_id: str) -> None:
@@ -287,8 +298,9 @@ class WorkerLink:
     def _become(self, state: str) -> None:
         if state == self.status.state:
             return
+        was_attached = self.attached
         self.status.state = state
-        if state == "ready":
+        if self.attached and not was_attached:
             self.last_problem = ""
             self._log.info("worker_attached", worker_id=self.status.worker_id, model=self.status.model)
         self._context.on_change()

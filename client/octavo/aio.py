@@ -335,7 +335,10 @@ class AsyncClient:
             return False
 
     async def drain(self, worker_id: str | None = None, *, grace: float | None = None) -> DrainResult:
-        """Stop admitting: the whole scheduler, or one worker. What runs gets `grace` seconds to finish."""
+        """Stop admitting: the whole scheduler, or one worker until its process is started anew.
+
+        What runs is finished. A scheduler cuts it off after `grace` seconds, if given, and then ends.
+        """
         request = operations_pb2.DrainRequest(
             worker_id=worker_id, grace_ms=None if grace is None else round(grace * 1000)
         )

@@ -196,7 +196,10 @@ class Client:
         return self._iterate(self._aio.watch_status(interval, history=history))
 
     def drain(self, worker_id: str | None = None, *, grace: float | None = None) -> DrainResult:
-        """Stop admitting: the whole scheduler, or one worker. What runs gets `grace` seconds to finish."""
+        """Stop admitting: the whole scheduler, or one worker until its process is started anew.
+
+        What runs is finished. A scheduler cuts it off after `grace` seconds, if given, and then ends.
+        """
         return self._thread.run(self._aio.drain(worker_id, grace=grace))
 
     def close(self) -> None:

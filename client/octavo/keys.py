@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import math
 import re
 import secrets
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -97,6 +97,9 @@ class KeyFile:
             content = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise KeyFileError(f"it is not TOML: {error}") from None
+        except (ValueError, RecursionError) as error:
+            # An integer of thousands of digits, or tables in tables without end.
+            raise KeyFileError(f"it cannot be read: {error}") from None
         return _Reader(content).read()
 
     def find(self, key: str) -> Key | None:
@@ -156,8 +159,8 @@ class _Reader:
             return Tenant(name)
         self._refuse_unknown(where, table, ("weight", *QUOTAS))
         weight = table.get("weight", 1.0)
-        if not _is_number(weight) or not 0 < weight < math.inf:
-            self._problem(f"{where}.weight", f"must be a positive number, got {weight!r}")
+        if not _is_number(weight) or not 0 < weight <= sys.float_info.max:
+            self._problem(f"{where}.weight", f"must be a positive number, got {_shown(weight)}")
             weight = 1.0
         quotas: dict[str, int] = {}
         for quota in QUOTAS:
@@ -165,7 +168,7 @@ class _Reader:
             if value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_QUOTA:
-                self._problem(f"{where}.{quota}", f"must be a whole number from 1, got {value!r}")
+                self._problem(f"{where}.{quota}", f"must be a whole number from 1, got {_shown(value)}")
             else:
                 quotas[quota] = value
         return Tenant(name, float(weight), Quotas(**quotas))
@@ -186,7 +189,8 @@ class _Reader:
             self._problem(f"{where}.hash", "must be 'sha256:' and 64 hexadecimal digits")
         tenant = tenants.get(entry["tenant"]) if isinstance(entry.get("tenant"), str) else None
         if tenant is None:
-            self._problem(f"{where}.tenant", f"must name a table [tenants.NAME], got {entry.get('tenant')!r}")
+            got = _shown(entry.get("tenant"))
+            self._problem(f"{where}.tenant", f"must name a table [tenants.NAME], got {got}")
         roles = self._roles(where, entry.get("roles", [Role.USER.value]))
         if match is None or tenant is None:
             return None
@@ -219,6 +223,14 @@ class _Reader:
     def _problem(self, where: str, what: str) -> None:
         # Where a key stands by mistake, it is not repeated.
         self._problems.append(_KEY.sub(f"{KEY_PREFIX}...", f"{where}: {what}"))
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message; Python shows no integer of thousands of digits."""
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):
+        return "what is too large to show"
 
 
 def _is_number(value: object) -> bool:

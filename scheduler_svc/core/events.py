@@ -29,6 +29,9 @@ class NewRequest:
     deadline: float | None = None
     resumed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Tokens already generated, by choice."""
+    resumed_keys: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
+    """Content keys of the full blocks of prompt and resumed tokens, by choice; they follow from the tokens,
+    so the core computes those that are not here."""
     paced: bool = False
     """From a client that is paced by credits: never refused for queue depth."""
     adapter: str | None = None
@@ -53,3 +56,5 @@ class WorkerInfo:
     host_keys: tuple[bytes, ...] = ()
     adapters: tuple[str, ...] = ()
     """LoRA adapters that it can apply."""
+    draining: bool = False
+    """It takes nothing new."""

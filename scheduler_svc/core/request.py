@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from octavo.protocol.keys import next_key
+from octavo.protocol.keys import chain
 from octavo.protocol.steps import Priority
 
 from scheduler_svc.core.errors import IllegalTransitionError
@@ -134,10 +134,10 @@ class Sequence:
 
     def extend_keys(self, block_size: int) -> None:
         """Add the keys of blocks that tokens have filled since."""
-        for index in range(len(self.keys), len(self.token_ids) // block_size):
+        start = len(self.keys) * block_size
+        if len(self.token_ids) - start >= block_size:
             parent = self.keys[-1] if self.keys else self.request.spec.root_key
-            start = index * block_size
-            self.keys.append(next_key(parent, self.token_ids[start : start + block_size]))
+            self.keys += chain(parent, self.token_ids[start:], block_size)
 
     def transition(self, to: Status) -> None:
         """Move to another status.
@@ -229,7 +229,7 @@ class Request:
                 request.sequences.append(held)
                 continue
             tokens = [*spec.prompt_token_ids, *spec.resumed.get(choice, ())]
-            keys = list(spec.prompt_keys) if block_size else []
+            keys = list(spec.resumed_keys.get(choice, spec.prompt_keys)) if block_size else []
             sequence = Sequence(request, spec.request_id, choice, tokens, keys)
             if block_size is not None:
                 sequence.extend_keys(block_size)

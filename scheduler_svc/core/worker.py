@@ -127,6 +127,7 @@ class WorkerState:
             pool=info.pool,
             last_report_at=now,
             growth=[0] * info.geometry.block_size,
+            draining=info.draining,
         )
 
     @property

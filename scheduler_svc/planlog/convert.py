@@ -101,6 +101,7 @@ def worker_to_proto(info: WorkerInfo) -> planlog_pb2.WorkerUpEvent:
         device_keys=keys_to_proto(info.device_keys),
         host_keys=keys_to_proto(info.host_keys),
         adapters=info.adapters,
+        draining=info.draining,
     )
 
 
@@ -118,6 +119,7 @@ def worker_from_proto(message: planlog_pb2.WorkerUpEvent) -> WorkerInfo:
         device_keys=keys_from_proto(message.device_keys),
         host_keys=keys_from_proto(message.host_keys),
         adapters=tuple(message.adapters),
+        draining=message.draining,
     )
 
 

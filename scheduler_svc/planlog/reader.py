@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase
 from pathlib import Path
+from typing import Final
 
 from google.protobuf.message import DecodeError
 from octavo.v1 import planlog_pb2
@@ -16,13 +17,16 @@ from scheduler_svc.planlog.errors import PlanLogError
 from scheduler_svc.planlog.writer import FORMAT_VERSION, FRAME, MAGIC
 
 _GZIP = b"\x1f\x8b"
+# How far to look for a record after one that is no good, and for how large a one.
+_SCANNED_BYTES: Final = 1 << 20
+_SCANNED_RECORD: Final = 1 << 16
 
 
 class PlanLogReader:
     """The header and the entries of a plan log, which may be compressed with gzip.
 
     Raises:
-        PlanLogError: the file is no plan log; from iteration: an entry is damaged.
+        PlanLogError: the file is no plan log, or damaged as gzip; from iteration: an entry cannot be read.
         OSError: it cannot be read.
     """
 
@@ -30,6 +34,8 @@ class PlanLogReader:
         self.path = path
         self.torn_bytes = 0
         """Bytes after the last whole entry, known once all entries were read: a crash while writing."""
+        self.damaged_bytes = 0
+        """Bytes from an entry that is no good, when more come after it: the file has been damaged since."""
         with self._records() as records:
             try:
                 self.header = planlog_pb2.PlanLogHeader.FromString(next(records, b""))
@@ -38,7 +44,9 @@ class PlanLogReader:
         written = self.header.format_version
         if written != FORMAT_VERSION:
             problem = f"has format {written}, this version reads {FORMAT_VERSION}"
-            raise PlanLogError(f"{path} {problem if written else 'ends in its header'}")
+            if not written:
+                problem = "is damaged in its header" if self.damaged_bytes else "ends in its header"
+            raise PlanLogError(f"{path} {problem}")
 
     def __iter__(self) -> Iterator[planlog_pb2.PlanLogEntry]:
         with self._records() as records:
@@ -56,19 +64,36 @@ class PlanLogReader:
             file: BufferedIOBase = raw
             if raw.peek(len(_GZIP)).startswith(_GZIP):
                 file = gzip.GzipFile(fileobj=raw)
-            if file.read(len(MAGIC)) != MAGIC:
-                raise PlanLogError(f"{self.path} is no plan log")
             yield self._whole(file)
 
     def _whole(self, file: BufferedIOBase) -> Iterator[bytes]:
         """Yield whole records; count what follows the last of them."""
-        self.torn_bytes = 0
-        while frame := file.read(FRAME.size):
-            record = b""
-            if len(frame) == FRAME.size:
-                length, crc = FRAME.unpack(frame)
-                record = file.read(length)
-                if len(record) == length and zlib.crc32(record) == crc:
-                    yield record
-                    continue
-            self.torn_bytes = len(frame) + len(record) + len(file.read())
+        self.torn_bytes = self.damaged_bytes = 0
+        try:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise PlanLogError(f"{self.path} is no plan log")
+            while frame := file.read(FRAME.size):
+                record = b""
+                if len(frame) == FRAME.size:
+                    length, crc = FRAME.unpack(frame)
+                    record = file.read(length)
+                    if 0 < length == len(record) and zlib.crc32(record) == crc:
+                        yield record
+                        continue
+                rest = file.read()
+                if rest or _holds_record(record):
+                    self.damaged_bytes = len(frame) + len(record) + len(rest)
+                else:
+                    self.torn_bytes = len(frame) + len(record)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise PlanLogError(f"{self.path}: damaged compression: {error}") from error
+
+
+def _holds_record(data: bytes) -> bool:
+    """Return whether a whole record is in what looks like the beginning of one with a wrong length."""
+    view = memoryview(data)
+    for start in range(FRAME.size, min(len(data), _SCANNED_BYTES)):
+        length, crc = FRAME.unpack_from(data, start - FRAME.size)
+        if 0 < length <= min(len(data) - start, _SCANNED_RECORD) and zlib.crc32(view[start:][:length]) == crc:
+            return True
+    return False

@@ -52,6 +52,8 @@ class ReplayResult:
     first_now: float | None = None
     last_now: float | None = None
     torn_bytes: int = 0
+    damaged_bytes: int = 0
+    """Bytes that were left out from where the file is damaged, not just cut off."""
     raised: str | None = None
     """The exception that ended the log, when the core raised one; the replay raised it too."""
 
@@ -124,7 +126,7 @@ def replay(path: Path, observer: Observer | None = None) -> ReplayResult:
     """Replay one file.
 
     Raises:
-        PlanLogError: it is no plan log, it is damaged, or another version's core wrote it.
+        PlanLogError: it is no plan log, it cannot be read, or another version's core wrote it.
         OSError: it cannot be read.
     """
     reader = PlanLogReader(path)
@@ -141,7 +143,7 @@ def replay(path: Path, observer: Observer | None = None) -> ReplayResult:
         _compare(index, entry, effects, result)
         if observer is not None:
             observer.after(core, entry, effects)
-    result.torn_bytes = reader.torn_bytes
+    result.torn_bytes, result.damaged_bytes = reader.torn_bytes, reader.damaged_bytes
     return result
 
 

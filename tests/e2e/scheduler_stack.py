@@ -150,6 +150,8 @@ class Stack:
         self.process = process
         self.port = port
         self.channel = channel
+        self.exit_code = 0
+        """What the process is expected to end with."""
         self.generation = cast(
             "generation_pb2_grpc.GenerationAsyncStub", generation_pb2_grpc.GenerationStub(channel)
         )
@@ -268,11 +270,13 @@ async def scheduler(*workers: str, **flags: object) -> AsyncIterator[Stack]:
     port = listening.result()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Stack(process, port, channel)
+            stack = Stack(process, port, channel)
+            yield stack
     finally:
         process.stop("test", 0.0)
         async with asyncio.timeout(WAIT_S):
-            assert await serving == 0
+            code = await serving
+    assert code == stack.exit_code
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from octavo.v1 import common_pb2, operations_pb2
 from octavo.v1 import generation_pb2 as pb
 
+from scheduler_svc.main import EXIT_FAILED
 from tests.e2e.scheduler_stack import (
     WAIT_S,
     Output,
@@ -261,6 +262,45 @@ async def test_drain_refuses_new_requests_and_finishes_the_old() -> None:
         await worker.stop()
 
 
+async def test_drain_without_an_end_gets_one_when_told_again(pair: Pair) -> None:
+    stack, worker = pair
+    worker.gate.close()
+    running = asyncio.create_task(stack.generate(text="never done"))
+    await until(lambda: any(w.running for w in stack.process.driver.snapshot().workers))
+    await stack.operations.Drain(operations_pb2.DrainRequest())
+    await until(lambda: stack.process.driver.draining)
+    stack.process.stop("a signal", 0.0)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await running
+    worker.gate.open()
+
+
+@pytest.mark.parametrize("who", ["driver", "tokenizer"])
+@pytest.mark.parametrize("draining", [False, True])
+async def test_bug_that_ends_what_all_requests_need_ends_the_process(
+    pair: Pair, who: str, draining: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack, worker = pair
+    process = stack.process
+    worker.gate.close()
+    running = asyncio.create_task(stack.generate(text="never done"))
+    await until(lambda: any(w.running for w in process.driver.snapshot().workers))
+    if draining:
+        await stack.operations.Drain(operations_pb2.DrainRequest())
+        await until(lambda: process.driver.draining)
+    if who == "driver":
+        monkeypatch.setattr(process.driver._core, "drain", None)
+        process.driver.drain()
+    else:
+        monkeypatch.setattr(process.pool, "_prepare", None)
+        for wake in process.pool._wakes:
+            wake.set()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await running
+    stack.exit_code = EXIT_FAILED
+    worker.gate.open()
+
+
 async def test_draining_one_worker_leaves_the_other() -> None:
     first, second = await start_worker("w1"), await start_worker("w2")
     try:
@@ -278,6 +318,43 @@ async def test_draining_one_worker_leaves_the_other() -> None:
     finally:
         await first.stop()
         await second.stop()
+
+
+async def test_drained_worker_stays_drained_until_its_process_is_another() -> None:
+    worker = await start_worker()
+    async with scheduler(worker.address) as stack:
+        await stack.wait_ready()
+        await stack.operations.Drain(operations_pb2.DrainRequest(worker_id="w1"))
+        assert await state_of_worker(stack) == "draining"
+        waiting = asyncio.create_task(stack.generate(text="patience"))
+        await until(lambda: sum(queue.waiting for queue in stack.process.driver.snapshot().queues) == 1)
+        for _ in range(2):
+            stack.process.fleet.find("w1").detach("test")
+            await until(lambda: not stack.process.driver.snapshot().workers)
+            await until(lambda: stack.process.driver.snapshot().workers)
+            assert await state_of_worker(stack) == "draining"
+            assert stack.process.fleet.num_ready == 0
+        assert (await stack.status()).workers[0].steps == 0
+        await worker.stop()
+        again = await start_worker(port=int(worker.address.rpartition(":")[2]))
+        try:
+            assert (await waiting).text[0] == "patience"
+            assert await state_of_worker(stack) == "ready"
+        finally:
+            await again.stop()
+
+
+async def state_of_worker(stack: Stack) -> str:
+    (worker,) = (await stack.status()).workers
+    return worker.state
+
+
+async def test_grace_for_one_worker_is_refused_by_name(pair: Pair) -> None:
+    stack, _ = pair
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.operations.Drain(operations_pb2.DrainRequest(worker_id="w1", grace_ms=1))
+    assert [violation.field for violation in error_of(caught.value).violations] == ["grace_ms"]
+    assert await state_of_worker(stack) == "ready"
 
 
 async def test_pinned_prefix_stays_and_can_be_lifted(pair: Pair) -> None:

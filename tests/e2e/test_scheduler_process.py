@@ -131,6 +131,28 @@ async def test_metrics_tell_of_requests_queues_and_pools() -> None:
         await worker.stop()
 
 
+async def test_first_signal_after_a_drain_lets_what_runs_finish() -> None:
+    worker = await start_worker()
+    try:
+        async with scheduler_process(f"--workers={worker.address}") as process:
+            listening = await process.event("scheduler_listening")
+            await process.event("worker_up")
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{listening['port']}") as channel:
+                generation: Any = generation_pb2_grpc.GenerationStub(channel)
+                operations: Any = operations_pb2_grpc.OperationsStub(channel)
+                worker.gate.close()
+                running = generation.Generate(pb.GenerateRequest(text="the last words"))
+                await until(lambda: _running(channel))
+                await operations.Drain(operations_pb2.DrainRequest())
+                process.send(signal.SIGTERM)
+                await until(lambda: any(line.get("cause") == "SIGTERM" for line in process.lines))
+                worker.gate.open()
+                assert "".join([event.delta.text async for event in running]) == "the last words"
+            assert await process.wait() == 0
+    finally:
+        await worker.stop()
+
+
 async def test_second_signal_ends_the_process_at_once() -> None:
     worker = await start_worker()
     try:

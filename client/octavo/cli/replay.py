@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n" + _verdict(result))
     else:
         print(_summary(result, waits))
-    return EXIT_DIFFERS if result.differs else EXIT_OK
+    return EXIT_DIFFERS if result.differs or result.damaged_bytes else EXIT_OK
 
 
 def _as_record(result: ReplayResult, story: RequestStory | None, waits: Waits) -> dict[str, Any]:
@@ -64,6 +64,7 @@ def _as_record(result: ReplayResult, story: RequestStory | None, waits: Waits) -
         "effect_mismatches": result.effect_mismatches,
         "seconds": result.seconds,
         "torn_bytes": result.torn_bytes,
+        "damaged_bytes": result.damaged_bytes,
         "raised": result.raised,
         "longest_waits": dict(waits.longest()) if story is None else {},
         "story": story.lines if story is not None else [],
@@ -86,6 +87,13 @@ def _summary(result: ReplayResult, waits: Waits) -> str:
 
 
 def _verdict(result: ReplayResult) -> str:
+    if result.damaged_bytes:
+        damage = f"the file is damaged: its last {result.damaged_bytes} bytes are left out; before them"
+        return "\n".join([output.paint(damage, "red"), _comparison(result)])
+    return _comparison(result)
+
+
+def _comparison(result: ReplayResult) -> str:
     if not result.differs:
         return output.paint(f"all {result.plans} plans are the same, byte for byte", "green")
     text = f"{len(result.mismatches)} of {result.plans} plans differ"

@@ -76,6 +76,12 @@ ENTRY = f'[tenants.a]\n[[keys]]\nid = "k"\nhash = "{hash_of(KEY)}"\ntenant = "a"
         (ENTRY + 'roles = ["admin"]', r"roles: must be a list of user, operator, forward"),
         (ENTRY + "roles = []", r"roles: must be a list"),
         (ENTRY + ENTRY.removeprefix("[tenants.a]\n"), r"two have the id k\n.*k and k have the same hash"),
+        ("[tenants.a]\nweight = 1" + "0" * 400, r"tenants\.a\.weight: must be a positive number, got 10"),
+        ("[tenants.a]\nweight = 0x" + "f" * 9000, r"tenants\.a\.weight: must be a positive number"),
+        ("[tenants.a]\nweight = " + "1" * 5000, r"it cannot be read: .*digits"),
+        ("[tenants.a]\nrequests_per_minute = 0x" + "f" * 9000, r"must be a whole number from 1"),
+        ("[tenants.a]\nweight = " + "[" * 9000, r"it cannot be read: .*recursion"),
+        ("[tenants.a.weight" + ".a" * 9000 + "]", r"tenants\.a\.weight: must be a positive number"),
         (f'{KEY} = "acme"', r"octavo_\.\.\.: no such setting"),
     ],
 )

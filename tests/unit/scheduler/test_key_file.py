@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -78,7 +79,18 @@ async def test_file_replaced_as_kubernetes_does_is_followed(desk: Desk, tmp_path
     assert desk.loaded == [["a"], ["b"]]
 
 
-@pytest.mark.parametrize("content", [b"[tenants", b"\xff", b"[tenants.a]\nweight = 0\n", None])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[tenants",
+        b"\xff",
+        b"[tenants.a]\nweight = 0\n",
+        b"[tenants.a]\nweight = 1" + b"0" * 400,
+        b"[tenants.a]\nweight = " + b"1" * 5000,
+        b"[tenants.a]\nweight = " + b"[" * 9000,
+        None,
+    ],
+)
 async def test_broken_file_leaves_the_last_one_in_force_and_is_said_once_and_loudly(
     desk: Desk, content: bytes | None
 ) -> None:
@@ -99,6 +111,38 @@ async def test_broken_file_leaves_the_last_one_in_force_and_is_said_once_and_lou
     await desk.watch.poll()
     assert desk.watch.problem is None
     assert desk.broken == 0
+
+
+async def test_file_that_cannot_be_opened_for_a_moment_is_good_again_with_the_same_content(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    desk.watch.load()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        await desk.watch.poll()
+    assert desk.watch.problem == os.strerror(errno.EACCES)
+    assert desk.broken == 1
+    await desk.watch.poll()
+    assert desk.watch.problem is None
+    assert desk.broken == 0
+
+
+async def test_bug_while_a_file_is_taken_in_is_told_and_the_file_tried_again(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.watch.load()
+    desk.path.write_text("[tenants.b]\n")
+    with monkeypatch.context() as patch:
+        patch.setattr("scheduler_svc.key_file._parse", lambda _: {}["x"])
+        await desk.watch.poll()
+    assert desk.watch.problem == "KeyError: 'x'"
+    assert desk.broken == 1
+    await desk.watch.poll()
+    assert desk.loaded == [["a"], ["b"]]
+    assert desk.watch.problem is None
 
 
 @pytest.mark.parametrize("content", ["[tenants", None])

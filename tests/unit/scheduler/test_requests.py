@@ -176,9 +176,20 @@ async def test_failure_is_told_once_however_it_ends(outbox: SessionOutbox) -> No
     assert [event.error.reason for event in outbox.take().events] == ["QUEUE_FULL"]
 
 
+async def test_others_get_a_turn_while_many_choices_are_resumed(outbox: SessionOutbox) -> None:
+    live = live_request(outbox, n=9, resumed={index: ResumedChoice(tokens("abc"), 1) for index in range(9)})
+    resuming = asyncio.create_task(live.resume())
+    turns = 0
+    while not resuming.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns >= 9
+
+
 async def test_accepted_names_the_seed_and_shows_what_a_resumed_client_lacks(outbox: SessionOutbox) -> None:
     resumed = {0: ResumedChoice(tokens("héllo w"), len("hé".encode()))}
     live = live_request(outbox, resumed=resumed)
+    await live.resume()
     live.on_accepted(Accepted("r#1", 3, 0.25))
     feed(live, "orld")
     accepted, delta = outbox.take().events
@@ -202,6 +213,7 @@ async def test_resumed_choice_that_was_complete_is_over(
     outbox: SessionOutbox, sampling: dict[str, Any], token_ids: tuple[int, ...], reason: FinishReason | None
 ) -> None:
     live = live_request(outbox, resumed={0: ResumedChoice(token_ids, 0)}, **sampling)
+    await live.resume()
     assert live.over() == ([0] if reason is not None else [])
     live.on_finish(finish(reason or FinishReason.LENGTH))
     message = outbox.take().events[-1].finished
@@ -211,6 +223,7 @@ async def test_resumed_choice_that_was_complete_is_over(
 
 @pytest.mark.parametrize("shown_bytes", [4, 2])
 async def test_resumed_text_that_cannot_be_is_refused(outbox: SessionOutbox, shown_bytes: int) -> None:
+    live = live_request(outbox, resumed={0: ResumedChoice(tokens("aé"), shown_bytes)})
     with pytest.raises(ServiceError) as caught:
-        live_request(outbox, resumed={0: ResumedChoice(tokens("aé"), shown_bytes)})
+        await live.resume()
     assert caught.value.violations[0][0] == "resume[0].shown_bytes"

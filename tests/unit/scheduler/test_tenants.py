@@ -64,6 +64,18 @@ def test_requests_in_flight_are_bounded_until_one_ends_and_the_delay_follows_the
     assert delay == pytest.approx(0.25, rel=0.1)
 
 
+def test_quota_holds_when_requests_are_taken_as_of_their_arrival() -> None:
+    tenant = state(requests_per_minute=600)
+    taken = 0
+    for tick in range(6000):
+        now = tick / 100
+        while tenant.refusal(Estimate(1, 1), now, paced=False) is None:
+            take(tenant, max(0.0, now - 0.05))
+            taken += 1
+    # A minute's worth at once, and what came back meanwhile.
+    assert 1190 <= taken <= 1200
+
+
 def test_requests_per_minute_come_back_evenly_and_the_delay_is_exact() -> None:
     tenant = state(requests_per_minute=30)
     for _ in range(30):

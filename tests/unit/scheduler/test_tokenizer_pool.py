@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import pickle
+import resource
 import signal
 import sys
 from array import array
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import structlog
 from octavo.protocol.keys import chain
+from octavo.service import event_loop
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.tokenization import Decode, EncodeChat, Encoded, EncodeText, KeySpec, TakeTokens, TextSpec
+from scheduler_svc.tokenization import (
+    Decode,
+    EncodeChat,
+    Encoded,
+    EncodeText,
+    Job,
+    KeySpec,
+    TakeTokens,
+    TextSpec,
+)
 from scheduler_svc.tokenizer_child import HEADER
-from scheduler_svc.tokenizer_pool import TokenizerPool
+from scheduler_svc.tokenizer_pool import TokenizerPool, _Child
 from worker_svc.runner.sim import byte_level_tokenizer
 
 SPEC = TextSpec(
@@ -33,15 +47,46 @@ SPEC = TextSpec(
     max_model_len=4096,
 )
 KEYS = KeySpec(b"root", 16)
+LOOPS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {
+    "services": event_loop.run,
+    "standard": asyncio.run,
+}
+
+
+def on_each_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[str], None]:
+    """Run a test on the event loop of the services, and on the standard one: pipes fail differently."""
+
+    @pytest.mark.parametrize("loop", LOOPS)
+    def run(loop: str) -> None:
+        LOOPS[loop](test())
+
+    return run
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    async with asyncio.timeout(60):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0)
+
+
+async def length(pool: TokenizerPool, text: str, model: str = "m") -> int:
+    """How many tokens the pool makes of a text."""
+    return len(ids_of(await pool.encode(EncodeText(model, text), len(text))))
 
 
 @asynccontextmanager
-async def running(timeout_s: float) -> AsyncIterator[TokenizerPool]:
+async def running(timeout_s: float, *, load: bool = True) -> AsyncIterator[TokenizerPool]:
     pool = TokenizerPool(size=2, timeout_s=timeout_s)
     pool.start()
-    await pool.load(SPEC)
-    yield pool
-    await pool.close()
+    try:
+        if load:
+            await pool.load(SPEC)
+        yield pool
+    finally:
+        await pool.close()
 
 
 @pytest.fixture
@@ -99,11 +144,101 @@ async def test_bos_is_put_before_text_once(pool: TokenizerPool) -> None:
     assert 1 not in ids_of(await pool.encode(EncodeText("with bos", "a", add_special_tokens=False), 1))
 
 
-async def test_children_that_are_killed_are_replaced_and_their_jobs_done(pool: TokenizerPool) -> None:
-    for pid in _children():
-        os.kill(pid, signal.SIGKILL)
-    encoded = await asyncio.gather(*(pool.encode(EncodeText("m", "still here"), 10) for _ in range(10)))
-    assert [len(ids_of(one)) for one in encoded] == [10] * 10
+@on_each_loop
+async def test_children_that_are_killed_are_replaced_and_their_jobs_done() -> None:
+    async with running(timeout_s=60) as pool:
+        kill(_children())
+        assert await asyncio.gather(*(length(pool, "still here") for _ in range(10))) == [10] * 10
+
+
+@on_each_loop
+async def test_children_that_died_while_idle_are_replaced_and_their_jobs_done() -> None:
+    async with running(timeout_s=60) as pool:
+        children = await both_children(pool)
+        for _ in range(2):
+            kill(children)
+            await until(lambda: all(is_known_to_be_gone(child) for child in pool._children))
+            assert await asyncio.gather(*(length(pool, "still here") for _ in range(10))) == [10] * 10
+            children = await both_children(pool)
+
+
+@contextmanager
+def no_new_files() -> Iterator[None]:
+    """Let this process open nothing, and so start nothing."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def is_known_to_be_gone(child: _Child) -> bool:
+    """Whether a child has been reaped and its pipes closed."""
+    process = child._process
+    assert process is not None
+    assert process.stdin is not None
+    return process.returncode is not None and process.stdin.is_closing()
+
+
+@on_each_loop
+async def test_jobs_wait_for_children_that_cannot_be_started_for_a_moment() -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with running(timeout_s=60) as pool:
+            kill(_children())
+            with no_new_files():
+                jobs = asyncio.gather(*(length(pool, "in the end") for _ in range(10)))
+                await until(lambda: any(line["event"] == "tokenizer_cannot_start" for line in logs))
+            assert await jobs == [10] * 10
+
+
+async def test_jobs_that_wait_long_for_a_child_are_refused_with_a_retry_delay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(timeout_s=60) as pool:
+        monkeypatch.setattr("scheduler_svc.tokenizer_pool._START_PATIENCE_S", 0.0)
+        kill(_children())
+        with no_new_files():
+            for size_bytes in (1, 1 << 20):
+                with pytest.raises(ServiceError, match=os.strerror(errno.EMFILE)) as caught:
+                    await pool.encode(EncodeText("m", "a"), size_bytes)
+                assert caught.value.reason == "QUEUE_FULL"
+                assert caught.value.retry_after_s
+        assert await length(pool, "again") == 5
+
+
+async def test_tokenizer_whose_child_died_while_loading_it_is_tried_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("scheduler_svc.tokenizer_pool._PAUSE_S", 0.0)
+    dying = True
+
+    async def exchange(self: _Child, message: TextSpec | Job, timeout_s: float) -> object:
+        if dying and isinstance(message, TextSpec):
+            kill(_children())
+        return await real(self, message, timeout_s)
+
+    real = _Child.exchange
+    monkeypatch.setattr(_Child, "exchange", exchange)
+    async with running(timeout_s=60, load=False) as pool:
+        with pytest.raises(ServiceError, match="while it loads"):
+            await pool.load(SPEC)
+        dying = False
+        with pytest.raises(ServiceError, match="while it loads"):
+            await length(pool, "too soon")
+        monkeypatch.setattr("scheduler_svc.tokenizer_pool._RELOAD_S", 0.0)
+        assert await asyncio.gather(*(length(pool, "later") for _ in range(10))) == [5] * 10
+
+
+async def test_server_of_jobs_that_a_bug_ends_is_seen_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = TokenizerPool(size=1, timeout_s=60)
+    monkeypatch.setattr(_Child, "start", None)
+    (serving,) = pool.start()
+    job = asyncio.ensure_future(pool.load(SPEC))
+    await asyncio.wait([serving])
+    assert isinstance(serving.exception(), TypeError)
+    job.cancel()
+    await pool.close()
 
 
 async def test_template_that_never_ends_is_stopped_and_others_go_on() -> None:
@@ -139,6 +274,17 @@ async def test_closed_pool_leaves_no_process() -> None:
         children = _children()
         assert children
     assert not set(children) & set(_children())
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+async def both_children(pool: TokenizerPool) -> list[int]:
+    """The child processes, once both are idle."""
+    await until(lambda: all(child.loaded for child in pool._children))
+    return _children()
 
 
 def _children() -> list[int]:

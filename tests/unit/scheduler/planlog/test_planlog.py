@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import inspect
 import io
+import itertools
 import json
 import os
 import pickle
@@ -272,16 +273,54 @@ def test_replay_of_a_torn_log_goes_as_far_as_it_is_whole(log: Path, missing: int
     log.write_bytes(data[:-missing])
     result = replay(log)
     assert result.plans > 10
+    assert result.torn_bytes > 0
+    assert not result.damaged_bytes
     assert not result.differs
 
 
-def test_replay_of_a_damaged_log_stops_there_and_counts_the_rest(log: Path) -> None:
+def entry_ends(log: Path) -> list[int]:
+    """Where each record of a log ends."""
+    reader = PlanLogReader(log)
+    sizes = [FRAME.size + len(entry.SerializeToString()) for entry in (reader.header, *reader)]
+    return list(itertools.accumulate(sizes, initial=len(MAGIC)))[1:]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 7, FRAME.size, FRAME.size + 5])
+@pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])
+def test_replay_of_a_damaged_log_stops_there_and_says_so(log: Path, at: int, flip: int) -> None:
     data = bytearray(log.read_bytes())
-    data[len(data) // 2] ^= 0xFF
+    ends = entry_ends(log)
+    assert ends[-1] == len(data)
+    start = ends[len(ends) // 2]
+    data[start + at] ^= flip
     log.write_bytes(data)
     result = replay(log)
-    assert len(data) // 4 < result.torn_bytes < len(data)
+    assert (result.damaged_bytes, result.torn_bytes) == (len(data) - start, 0)
     assert not result.differs
+
+
+def test_log_that_is_damaged_in_its_header_is_refused(log: Path) -> None:
+    data = bytearray(log.read_bytes())
+    data[len(MAGIC) + FRAME.size] ^= 0xFF
+    log.write_bytes(data)
+    with pytest.raises(PlanLogError, match="damaged in its header"):
+        replay(log)
+
+
+@pytest.mark.parametrize("keep", [0.01, 0.5, 0.99])
+def test_compressed_log_that_is_cut_off_is_refused(log: Path, keep: float) -> None:
+    data = gzip.compress(log.read_bytes())
+    log.write_bytes(data[: max(2, int(len(data) * keep))])
+    with pytest.raises(PlanLogError, match="damaged compression"):
+        replay(log)
+
+
+def test_compressed_log_that_is_damaged_is_refused(log: Path) -> None:
+    data = bytearray(gzip.compress(log.read_bytes()))
+    data[-6] ^= 0xFF
+    log.write_bytes(data)
+    with pytest.raises(PlanLogError, match="damaged compression"):
+        replay(log)
 
 
 def rewritten(path: Path, change: str) -> None:
@@ -399,6 +438,7 @@ workers = st.builds(
     device_keys=keys,
     host_keys=keys,
     adapters=st.lists(name, max_size=3).map(tuple),
+    draining=st.booleans(),
 )
 
 
@@ -477,6 +517,19 @@ def test_replay_command_of_a_log_that_differs_fails_and_names_the_step(
     rewritten(log, "plan")
     assert main(["replay", str(log)]) == 1
     assert "w0: step 1 differs" in capsys.readouterr().out
+
+
+def test_replay_command_of_a_damaged_log_fails_and_says_so(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = bytearray(log.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    log.write_bytes(data)
+    assert main(["replay", str(log)]) == 1
+    assert "the file is damaged: its last" in capsys.readouterr().out
+    log.write_bytes(gzip.compress(data)[:-9])
+    assert main(["replay", str(log)]) == 2
+    assert capsys.readouterr().err.startswith("octavo: error: ")
 
 
 def test_replay_command_explains_one_request(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
