@@ -197,7 +197,9 @@ class Call:
         for index, output in enumerate(self._outputs):
             delta = output.take(index)
             if delta is not None:
-                self._fresh = len(self._outputs) > 1
+                # Never set to False after reading: output may have come on the loop in between.
+                if len(self._outputs) > 1:
+                    self._fresh = True
                 return delta
         return None
 
