@@ -76,6 +76,7 @@ class Call:
         "attempts",
         "deadline_at",
         "done",
+        "ends_to_come",
         "error",
         "request_id",
         "timer",
@@ -88,6 +89,8 @@ class Call:
         self.accepted: Accepted | None = None
         self.attempts = 0
         """Times that it was sent."""
+        self.ends_to_come = 0
+        """Choices of which the server that has it will still tell the end."""
         self.done = False
         self.error: OctavoError | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -108,6 +111,7 @@ class Call:
     def to_send(self, now: float) -> pb.GenerateRequest:
         """Return the request, or what is left of it after the output so far and the time gone by."""
         self.attempts += 1
+        self.ends_to_come = len(self._outputs)
         request = self._request
         if self.accepted is None and self.deadline_at is None:
             return request
@@ -153,6 +157,7 @@ class Call:
                 pass  # Of a kind that this version does not know.
 
     def _finish_choice(self, finished: pb.Finished) -> None:
+        self.ends_to_come -= 1
         output = self._outputs[finished.choice]
         if output.finished is not None:
             return

@@ -27,6 +27,7 @@ from octavo.errors import (
     DeadlineExceededError,
     ErrorInfo,
     InternalError,
+    InvalidRequestError,
     OctavoError,
     RequestCancelledError,
     UnavailableError,
@@ -72,6 +73,8 @@ class Stream:
     ) -> None:
         self.connection = connection
         self.calls: dict[str, Call] = {}
+        self.leaving: dict[str, int] = {}
+        """Requests cancelled here, and how many ends the server has still to tell of each."""
         self.credits = 0
         self.opened_at = asyncio.get_running_loop().time()
         self._on_message = on_message
@@ -91,6 +94,20 @@ class Stream:
         """Send a request, or what is left of it to do."""
         self.calls[call.request_id] = call
         self.post(call.to_send(now))
+
+    def cancel(self, call: Call) -> None:
+        """Let go of a request that was sent. Its id is free when the server has told the end of it."""
+        del self.calls[call.request_id]
+        self.leaving[call.request_id] = call.ends_to_come
+        self.post(pb.SessionRequest(cancel=pb.CancelRequest(request_id=call.request_id)))
+
+    def forget(self, event: pb.RequestEvent) -> None:
+        """Take in what the server says of a request that was cancelled here."""
+        kind = event.WhichOneof("event")
+        if kind == "finished":
+            self.leaving[event.request_id] -= 1
+        if kind == "error" or self.leaving[event.request_id] < 1:
+            del self.leaving[event.request_id]
 
     async def close(self) -> None:
         """End the call and its connection."""
@@ -171,6 +188,12 @@ class Transport:
         if self._closed:
             call.fail(ClientClosedError("the client is closed"))
             return
+        if self._is_live(call.request_id):
+            problem = "a live request of this client has it already"
+            call.fail(
+                InvalidRequestError.of_fields(("request_id", problem), reason="DUPLICATE_REQUEST_ID")
+            )
+            return
         if call.deadline_at is not None:
             call.timer = self._loop.call_at(call.deadline_at + GRACE_S, self.cancel, call, _overdue())
         self._waiting[call.request_id] = call
@@ -180,11 +203,12 @@ class Transport:
         """End a request with an error, here and on the server."""
         if call.done:
             return
-        if self._waiting.pop(call.request_id, None) is None:
-            for stream in self._streams():
-                if stream.calls.pop(call.request_id, None) is not None:
-                    stream.post(pb.SessionRequest(cancel=pb.CancelRequest(request_id=call.request_id)))
-                    self._retire_if_empty(stream)
+        if self._waiting.get(call.request_id) is call:
+            del self._waiting[call.request_id]
+        for stream in self._streams():
+            if stream.calls.get(call.request_id) is call:
+                stream.cancel(call)
+                self._retire_if_empty(stream)
         call.fail(error or RequestCancelledError("the request was cancelled by its caller"))
 
     async def close(self) -> None:
@@ -217,6 +241,9 @@ class Transport:
     def _abandon(self) -> None:
         self._last_task = asyncio.create_task(self.close())
 
+    def _is_live(self, request_id: str) -> bool:
+        return request_id in self._waiting or any(request_id in stream.calls for stream in self._streams())
+
     def _streams(self) -> list[Stream]:
         return [*self._retiring, *([self._stream] if self._stream is not None else [])]
 
@@ -228,6 +255,8 @@ class Transport:
             return
         now = self._loop.time()
         for request_id in list(self._waiting):
+            if request_id in self._stream.leaving:
+                continue
             if self._paced:
                 if self._stream.credits < 1 or self._pause is not None:
                     return
@@ -268,6 +297,9 @@ class Transport:
         calls = stream.calls
         refused = False
         for event in message.events:
+            if event.request_id in stream.leaving:
+                stream.forget(event)
+                continue
             call = calls.get(event.request_id)
             if call is None:
                 continue

@@ -217,6 +217,9 @@ class AsyncClient:
         The service sets the pace: a prompt is sent when there is credit for it, and none is refused for
         queue depth. The class is `batch` unless the options say otherwise.
         """
+        if options.get("request_id"):
+            problem = "names one request; for those of a batch, give it in the options of each BatchItem"
+            raise InvalidRequestError.of_fields(("request_id", problem))
         paced: GenerateOptions = {"priority": "batch", **options}
         transport = self._core.transport(paced=True)
         ended: asyncio.Queue[tuple[int, GenerateResult | OctavoError]] = asyncio.Queue()

@@ -141,6 +141,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         self.keys: list[str | None] = []
         """What each session carried as its authorization."""
         self.refusing = ""
+        self.answering_cancels = True
         self.credits_per_session = 4
         self.most_live = 0
         self._allowed = FREE_RUN
@@ -218,8 +219,9 @@ class FakeScheduler(pb_grpc.GenerationServicer):
                     for request in message.generate_many.requests:
                         self._admit(request, session)
                 case "cancel":
-                    session.live.pop(message.cancel.request_id, None)
                     self.cancelled.append(message.cancel.request_id)
+                    if self.answering_cancels:
+                        self._end_cancelled(message.cancel.request_id, session)
             self.most_live = max(self.most_live, len(session.live))
             await self._notify()
         session.outbox.put_nowait(None)
@@ -254,6 +256,12 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         ]
         accepted = pb.Accepted(request_id=request.request_id, seed=seed, prompt_tokens=3, queue_position=2)
         self._send(session, pb.RequestEvent(request_id=request.request_id, accepted=accepted))
+
+    def _end_cancelled(self, request_id: str, session: _Session) -> None:
+        for choice in session.live.pop(request_id, []):
+            if not choice.done:
+                finished = pb.Finished(choice=choice.index, reason=common_pb2.FINISH_REASON_CANCELLED)
+                self._send(session, pb.RequestEvent(request_id=request_id, finished=finished))
 
     def _send(self, session: _Session, event: pb.RequestEvent) -> None:
         session.outbox.put_nowait(pb.SessionEvent(events=[event]))

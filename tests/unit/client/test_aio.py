@@ -9,6 +9,7 @@ import time
 import pytest
 from octavo import (
     AsyncClient,
+    BatchItem,
     ClientClosedError,
     DeadlineExceededError,
     FinishReason,
@@ -305,6 +306,67 @@ async def test_batch_iter_left_early_cancels_the_rest(client: AsyncClient, sched
     await ends.aclose()
 
     await scheduler.until(lambda: len(scheduler.cancelled) >= 4)
+
+
+async def test_request_id_of_a_live_request_is_refused_and_the_first_goes_on(
+    client: AsyncClient, scheduler: FakeScheduler
+) -> None:
+    await scheduler.hold(0)
+    first = asyncio.create_task(client.generate("one", max_tokens=2, seed=1, request_id="same"))
+    await scheduler.until(lambda: len(scheduler.requests) == 1)
+
+    with pytest.raises(InvalidRequestError) as caught:
+        await client.generate("two", request_id="same")
+    await scheduler.allow()
+
+    assert caught.value.reason == "DUPLICATE_REQUEST_ID"
+    assert (await first).text == expected_text(1, 2)
+    assert (await client.generate("three", max_tokens=2, seed=3, request_id="same")).text == expected_text(3, 2)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_request_id_reused_after_close_gets_nothing_of_the_old_request(
+    client: AsyncClient, scheduler: FakeScheduler, n: int
+) -> None:
+    await scheduler.hold(2)
+    stream = client.stream("old", max_tokens=50, seed=1, n=n, request_id="same")
+    await anext(stream)
+    await stream.aclose()
+
+    task = asyncio.create_task(client.generate("new", max_tokens=3, seed=2, n=n, request_id="same"))
+    await scheduler.until(lambda: len(scheduler.requests) == 2)
+    await scheduler.allow()
+    result = await task
+
+    assert [choice.text for choice in result.choices] == [expected_text(2, 3, at) for at in range(n)]
+
+
+async def test_request_id_reused_while_the_end_of_the_old_is_not_told_waits_for_it(
+    client: AsyncClient, scheduler: FakeScheduler
+) -> None:
+    scheduler.answering_cancels = False
+    await scheduler.hold(1)
+    stream = client.stream("old", max_tokens=3, seed=1, request_id="same")
+    await anext(stream)
+    await stream.aclose()
+    task = asyncio.create_task(client.generate("new", max_tokens=3, seed=2, request_id="same"))
+    await scheduler.until(lambda: scheduler.cancelled == ["same"])
+    assert len(scheduler.requests) == 1
+
+    await scheduler.allow()  # the old one runs to its end
+
+    assert (await task).text == expected_text(2, 3)
+
+
+async def test_request_id_for_a_whole_batch_is_refused_by_name(client: AsyncClient) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await client.batch(["a", "b"], request_id="same")
+    assert [one.field for one in caught.value.violations] == ["request_id"]
+
+    items = [BatchItem("a", {"request_id": "same"}), BatchItem("b", {"request_id": "same"})]
+    first, second = await client.batch(items, max_tokens=2, seed=1)
+    assert isinstance(first, GenerateResult)
+    assert isinstance(second, InvalidRequestError)
 
 
 async def test_unary_calls_return_typed_records(client: AsyncClient) -> None:
