@@ -49,7 +49,7 @@ class Core:
         """Return the outcome of a request. Cancelling the task cancels it."""
         transport = self.transport()
         ended = asyncio.Event()
-        call = Call(self.prepare(request), transport.now(), ended.set)
+        call = Call(self.prepare(request), ended.set)
         transport.submit(call)
         try:
             await ended.wait()

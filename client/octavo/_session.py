@@ -179,10 +179,6 @@ class Transport:
         self._closed = False
         self._pid = os.getpid()
 
-    def now(self) -> float:
-        """Return the time that deadlines are measured in."""
-        return self._loop.time()
-
     def submit(self, call: Call) -> None:
         """Start a request. Its end comes to the call, whatever happens."""
         if self._closed:
@@ -194,10 +190,26 @@ class Transport:
                 InvalidRequestError.of_fields(("request_id", problem), reason="DUPLICATE_REQUEST_ID")
             )
             return
-        if call.deadline_at is not None:
-            call.timer = self._loop.call_at(call.deadline_at + GRACE_S, self.cancel, call, _overdue())
+        # One of a batch waits for credit first, which is the service's time and not its own.
+        if not self._paced:
+            self._begin(call)
         self._waiting[call.request_id] = call
         self._flush()
+
+    def _begin(self, call: Call) -> None:
+        call.begin(self._loop.time())
+        if call.timer is None:
+            self._watch(call)
+
+    def _watch(self, call: Call) -> None:
+        """End a request when the service has not kept to its bounds, and has not said so either."""
+        due_at = call.due_at()
+        if due_at is None:
+            call.timer = None
+        elif due_at + GRACE_S <= self._loop.time():
+            self.cancel(call, _overdue())
+        else:
+            call.timer = self._loop.call_at(due_at + GRACE_S, self._watch, call)
 
     def cancel(self, call: Call, error: OctavoError | None = None) -> None:
         """End a request with an error, here and on the server."""
@@ -261,7 +273,10 @@ class Transport:
                 if self._stream.credits < 1 or self._pause is not None:
                     return
                 self._stream.credits -= 1
-            self._stream.submit(self._waiting.pop(request_id), now)
+            call = self._waiting.pop(request_id)
+            if self._paced:
+                self._begin(call)
+            self._stream.submit(call, now)
 
     def _pause_for(self, delay_s: float) -> None:
         """Send nothing for a while: a batch waits for its tenant's quota instead of failing on it."""
@@ -309,6 +324,7 @@ class Transport:
                 and event.error.HasField("retry_delay_ms")
             ):
                 self._waiting[call.request_id] = calls.pop(call.request_id)
+                call.put_back()
                 self._pause_for(event.error.retry_delay_ms / 1000)
                 continue
             if self._may_try_elsewhere(call, event.error, stream):

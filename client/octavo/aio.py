@@ -71,7 +71,7 @@ class AsyncStream:
     def __init__(self, transport: Transport, request: pb.GenerateRequest) -> None:
         self._transport = transport
         self._signal = _Signal()
-        self._call = Call(request, transport.now(), self._signal.fire, live=True)
+        self._call = Call(request, self._signal.fire, live=True)
         transport.submit(self._call)
 
     @property
@@ -238,7 +238,7 @@ class AsyncClient:
                     except InvalidRequestError as error:
                         ended.put_nowait((index, error))
                         continue
-                    live[index] = Call(request, transport.now(), partial(on_end, index))
+                    live[index] = Call(request, partial(on_end, index))
                     transport.submit(live[index])
                 if not live and ended.empty():
                     return

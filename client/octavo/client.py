@@ -45,7 +45,7 @@ class Stream:
         self._thread = thread
         self._transport = transport
         self._change = threading.Event()
-        self._call = Call(request, transport.now(), self._change.set, live=True)
+        self._call = Call(request, self._change.set, live=True)
         transport.post(transport.submit, self._call)
 
     @property

@@ -232,6 +232,19 @@ async def test_service_silent_past_deadline_and_grace_raises_and_cancels(
     await scheduler.until(lambda: scheduler.cancelled == ["late"])
 
 
+async def test_service_silent_past_the_time_to_the_first_token_raises_and_cancels(
+    client: AsyncClient, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo._session.GRACE_S", 0.05)
+    await client.generate("connect", max_tokens=1)
+    await scheduler.hold(0)
+
+    with pytest.raises(DeadlineExceededError):
+        await client.generate("hello", deadline=600, ttft_deadline=0.05, request_id="late")
+
+    await scheduler.until(lambda: scheduler.cancelled == ["late"])
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "field"),
     [
@@ -295,6 +308,23 @@ async def test_batch_one_prompt_bad_returns_its_error_in_place(client: AsyncClie
         InternalError,
         GenerateResult,
     ]
+
+
+async def test_batch_prompts_waiting_for_credit_keep_the_whole_of_their_deadline(
+    client: AsyncClient, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo._session.GRACE_S", 0.0)
+    scheduler.credits_per_session = 1
+    await scheduler.hold(0)
+    task = asyncio.create_task(client.batch(["a", "b"], max_tokens=1, seed=1, deadline=600))
+    await scheduler.until(lambda: len(scheduler.requests) == 1)
+    clock = asyncio.get_running_loop().time
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: clock() + 300)
+    await scheduler.allow()
+    ends = await task
+
+    assert [type(end) for end in ends] == [GenerateResult] * 2
+    assert scheduler.requests[1].terms.deadline_ms == 600_000
 
 
 async def test_batch_iter_left_early_cancels_the_rest(client: AsyncClient, scheduler: FakeScheduler) -> None:
