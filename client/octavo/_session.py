@@ -290,14 +290,14 @@ class Transport:
     async def _connect(self) -> None:
         try:
             while self._waiting and self._stream is None:
-                if self._trouble_since is None:
-                    self._trouble_since = self._loop.time()
-                else:
+                if self._trouble_since is not None:
                     await asyncio.sleep(self._delay_s)
                     self._delay_s = min(self._delay_s * 2, _MAX_DELAY_S)
+                began_at = self._loop.time()
                 try:
                     connection = await self._endpoints.dial()
                 except UnavailableError as error:
+                    self._trouble_since = began_at if self._trouble_since is None else self._trouble_since
                     self._give_up_if_late(error)
                     continue
                 self._connected_before = True
@@ -310,7 +310,7 @@ class Transport:
 
     def _on_message(self, stream: Stream, message: pb.SessionEvent) -> None:
         calls = stream.calls
-        refused = False
+        has_output = False
         for event in message.events:
             if event.request_id in stream.leaving:
                 stream.forget(event)
@@ -328,16 +328,16 @@ class Transport:
                 self._pause_for(event.error.retry_delay_ms / 1000)
                 continue
             if self._may_try_elsewhere(call, event.error, stream):
-                refused = True
                 self._waiting[call.request_id] = calls.pop(call.request_id)
                 self._move_away(stream, _wire.error_info(event.error))
                 continue
             call.apply(event, stream)
+            has_output = has_output or event.HasField("delta")
             if call.done:
                 del calls[call.request_id]
-        if not refused:
-            self._trouble_since = None
-            self._delay_s = _FIRST_DELAY_S
+        # What a scheduler that was left still sends says nothing of whether there is another one.
+        if has_output and stream is self._stream:
+            self._calm()
         stream.credits += message.credits
         self._retire_if_empty(stream)
         self._flush()
@@ -354,8 +354,9 @@ class Transport:
             self._fail_waiting(error)
             return
         self._endpoints.demote(stream.connection.endpoint)
-        if not self._waiting or self._loop.time() - stream.opened_at > _SETTLED_S:
-            self._trouble_since = None
+        if not self._waiting:
+            self._calm()
+        self._calm_if_settled(stream)
         if self._waiting:
             self._give_up_if_late(error)
         self._flush()
@@ -377,6 +378,7 @@ class Transport:
         if self._stream is stream:
             self._stream = None
             self._retiring.add(stream)
+            self._calm_if_settled(stream)
             self._endpoints.demote(stream.connection.endpoint)
         self._give_up_if_late(UnavailableError(info.message, info))
 
@@ -390,6 +392,15 @@ class Transport:
         self._closers.add(task)
         task.add_done_callback(self._closers.discard)
 
+    def _calm_if_settled(self, stream: Stream) -> None:
+        if self._loop.time() - stream.opened_at > _SETTLED_S:
+            self._calm()
+
+    def _calm(self) -> None:
+        """The next trouble is a new one."""
+        self._trouble_since = None
+        self._delay_s = _FIRST_DELAY_S
+
     def _give_up_if_late(self, error: OctavoError) -> None:
         now = self._loop.time()
         if self._trouble_since is None:
@@ -402,8 +413,7 @@ class Transport:
 
     def _fail_waiting(self, error: OctavoError) -> None:
         calls, self._waiting = list(self._waiting.values()), {}
-        self._trouble_since = None
-        self._delay_s = _FIRST_DELAY_S
+        self._calm()
         for call in calls:
             call.fail(copy.copy(error))
 

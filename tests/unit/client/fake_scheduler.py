@@ -142,6 +142,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         """What each session carried as its authorization."""
         self.refusing = ""
         self.answering_cancels = True
+        self.dying_after_accepted = False
         self.credits_per_session = 4
         self.most_live = 0
         self._allowed = FREE_RUN
@@ -256,6 +257,9 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         ]
         accepted = pb.Accepted(request_id=request.request_id, seed=seed, prompt_tokens=3, queue_position=2)
         self._send(session, pb.RequestEvent(request_id=request.request_id, accepted=accepted))
+        if self.dying_after_accepted:
+            session.live.clear()
+            session.outbox.put_nowait(None)
 
     def _end_cancelled(self, request_id: str, session: _Session) -> None:
         for choice in session.live.pop(request_id, []):

@@ -8,7 +8,7 @@ import socket
 import pytest
 from octavo import AsyncClient, InvalidRequestError, UnavailableError
 
-from tests.unit.client.fake_scheduler import FakeScheduler, expected_text, token_id
+from tests.unit.client.fake_scheduler import WAIT_S, FakeScheduler, expected_text, token_id
 
 
 def free_port() -> int:
@@ -127,6 +127,37 @@ async def test_only_scheduler_drains_for_good_gives_up_with_its_reason(scheduler
         with pytest.raises(UnavailableError) as caught:
             await client.generate("hello")
     assert caught.value.reason == "DRAINING"
+
+
+async def test_only_scheduler_drains_while_it_still_streams_an_old_request_gives_up_in_time(
+    scheduler: FakeScheduler,
+) -> None:
+    await scheduler.hold(1)
+    async with AsyncClient(scheduler.endpoint, reconnect_timeout=0.3) as client:
+        old = client.stream("old", max_tokens=1_000_000)
+        await anext(old)
+
+        async def keep_streaming() -> None:
+            while True:
+                await scheduler.allow(1)
+                await anext(old)
+
+        scheduler.refusing = "DRAINING"
+        streaming = asyncio.create_task(keep_streaming())
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(UnavailableError) as caught:
+                await client.generate("new")
+        assert not streaming.done()
+        streaming.cancel()
+    assert caught.value.reason == "DRAINING"
+
+
+async def test_stream_that_dies_after_each_acceptance_gives_up_in_time(scheduler: FakeScheduler) -> None:
+    scheduler.dying_after_accepted = True
+    async with AsyncClient(scheduler.endpoint, reconnect_timeout=0.3) as client, asyncio.timeout(WAIT_S):
+        with pytest.raises(UnavailableError):
+            await client.generate("hello")
+    assert scheduler.sessions > 1
 
 
 async def test_no_worker_yet_after_a_restart_is_waited_out(
