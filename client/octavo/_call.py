@@ -113,7 +113,9 @@ class Call:
         """Let the time run that the terms allow; it runs from the first call on."""
         if not self._bounds:
             terms = self._request.terms
-            self._bounds = {name: now + getattr(terms, name) / 1000 for name in _BOUNDS if terms.HasField(name)}
+            self._bounds = {
+                name: now + getattr(terms, name) / 1000 for name in _BOUNDS if terms.HasField(name)
+            }
 
     def put_back(self) -> None:
         """The service has refused it for now: its time runs anew from when it is sent again."""

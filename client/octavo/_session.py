@@ -186,9 +186,7 @@ class Transport:
             return
         if self._is_live(call.request_id):
             problem = "a live request of this client has it already"
-            call.fail(
-                InvalidRequestError.of_fields(("request_id", problem), reason="DUPLICATE_REQUEST_ID")
-            )
+            call.fail(InvalidRequestError.of_fields(("request_id", problem), reason="DUPLICATE_REQUEST_ID"))
             return
         # One of a batch waits for credit first, which is the service's time and not its own.
         if not self._paced:

@@ -318,7 +318,8 @@ class AsyncClient:
 
         With `history` the first one has that of the last ten minutes, and each that follows what is new.
         """
-        request = operations_pb2.WatchStatusRequest(interval_ms=round(interval * 1000), history=history)
+        interval_ms = _wire.milliseconds("interval_ms", interval)
+        request = operations_pb2.WatchStatusRequest(interval_ms=interval_ms, history=history)
         connection = await self._core.endpoints.dial()
         try:
             rpc = connection.operations.WatchStatus(request, metadata=connection.metadata)
@@ -337,12 +338,21 @@ class AsyncClient:
         except (OctavoError, TimeoutError):
             return False
 
-    async def drain(self, worker_id: str | None = None, *, grace: float | None = None) -> DrainResult:
-        """Stop admitting: the whole scheduler, or one worker. What runs gets `grace` seconds to finish."""
-        request = operations_pb2.DrainRequest(
-            worker_id=worker_id, grace_ms=None if grace is None else round(grace * 1000)
+    async def drain(
+        self, worker_id: str | None = None, *, grace: float | None = None, endpoint: str | None = None
+    ) -> DrainResult:
+        """Stop admitting: the whole scheduler, or one worker. What runs gets `grace` seconds to finish.
+
+        It is asked once, and no other scheduler in its place. `endpoint` says which, of several.
+
+        Raises:
+            InvalidRequestError: the client has several endpoints and none of them is named.
+        """
+        grace_ms = None if grace is None else _wire.milliseconds("grace_ms", grace)
+        request = operations_pb2.DrainRequest(worker_id=worker_id, grace_ms=grace_ms)
+        answer = await self._core.once(
+            endpoint, lambda on: on.operations.Drain(request, metadata=on.metadata)
         )
-        answer = await self._core.unary(lambda on: on.operations.Drain(request, metadata=on.metadata))
         return DrainResult(answer.running, answer.waiting)
 
     async def aclose(self) -> None:

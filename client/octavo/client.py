@@ -195,9 +195,11 @@ class Client:
         """Yield a status now and then again each `interval` seconds; see `AsyncClient.watch_status`."""
         return self._iterate(self._aio.watch_status(interval, history=history))
 
-    def drain(self, worker_id: str | None = None, *, grace: float | None = None) -> DrainResult:
-        """Stop admitting: the whole scheduler, or one worker. What runs gets `grace` seconds to finish."""
-        return self._thread.run(self._aio.drain(worker_id, grace=grace))
+    def drain(
+        self, worker_id: str | None = None, *, grace: float | None = None, endpoint: str | None = None
+    ) -> DrainResult:
+        """Stop admitting: the whole scheduler, or one worker; see `AsyncClient.drain`."""
+        return self._thread.run(self._aio.drain(worker_id, grace=grace, endpoint=endpoint))
 
     def close(self) -> None:
         """Cancel what runs and close the connections."""

@@ -351,7 +351,9 @@ async def test_request_id_of_a_live_request_is_refused_and_the_first_goes_on(
 
     assert caught.value.reason == "DUPLICATE_REQUEST_ID"
     assert (await first).text == expected_text(1, 2)
-    assert (await client.generate("three", max_tokens=2, seed=3, request_id="same")).text == expected_text(3, 2)
+    assert (await client.generate("three", max_tokens=2, seed=3, request_id="same")).text == expected_text(
+        3, 2
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -413,6 +415,25 @@ async def test_unary_calls_return_typed_records(client: AsyncClient) -> None:
 async def test_unary_call_refused_raises_the_typed_error(client: AsyncClient) -> None:
     with pytest.raises(UnknownModelError, match="nobody"):
         await client.tokenize("hi", model="nobody")
+
+
+@pytest.mark.parametrize("key", ["clé", "two words", "a\tb", "a\x00"])
+async def test_key_of_a_call_that_cannot_be_sent_is_refused_and_not_repeated(
+    client: AsyncClient, key: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await client.models(api_key=key)
+
+    assert [one.field for one in caught.value.violations] == ["api_key"]
+    assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize("interval", [-1, 1e9, float("nan")])
+async def test_watch_interval_that_cannot_be_sent_is_refused_by_name(
+    client: AsyncClient, interval: float
+) -> None:
+    with pytest.raises(InvalidRequestError, match="interval_ms"):
+        await anext(client.watch_status(interval))
 
 
 async def test_closed_client_refuses(client: AsyncClient) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 
 import pytest
-from octavo import AsyncClient, InvalidRequestError, UnavailableError
+from octavo import AsyncClient, InvalidRequestError, RequestCancelledError, UnavailableError
 
 from tests.unit.client.fake_scheduler import WAIT_S, FakeScheduler, expected_text, token_id
 
@@ -249,3 +250,39 @@ async def test_scheduler_restarts_keys_of_client_and_request_go_along(scheduler:
             pass
     assert scheduler.keys == ["Bearer octavo_service"] * 2
     assert [request.api_key for request in scheduler.requests] == ["octavo_of-a-user"] * 2
+
+
+async def test_unary_call_in_flight_on_a_scheduler_that_drains_outlives_one_that_fails(
+    scheduler: FakeScheduler,
+) -> None:
+    scheduler.may_tokenize.clear()
+    async with AsyncClient(scheduler.endpoint, connect_timeout=0.1) as client:
+        slow = asyncio.create_task(client.tokenize("hi"))
+        await scheduler.until(lambda: scheduler.tokenizing == 1)
+        stopping = asyncio.create_task(scheduler.stop(WAIT_S))
+        with pytest.raises(UnavailableError):
+            while True:
+                with suppress(RequestCancelledError):  # It had come when the server began to stop.
+                    await client.models()
+
+        scheduler.may_tokenize.set()
+
+        assert (await slow).token_ids == (104, 105)
+        await stopping
+
+
+async def test_drain_whose_scheduler_is_down_fails_and_asks_no_other(scheduler: FakeScheduler) -> None:
+    down = f"127.0.0.1:{free_port()}"
+    async with AsyncClient([down, scheduler.endpoint]) as client:
+        await client.models()  # The client prefers the second one now.
+
+        with pytest.raises(UnavailableError, match=down):
+            await client.drain(endpoint=down)
+        for unnamed in (None, "127.0.0.1:1"):
+            with pytest.raises(InvalidRequestError) as caught:
+                await client.drain(endpoint=unnamed)
+            assert caught.value.violations[0].field == "endpoint"
+        assert scheduler.operations.drains == 0
+
+        await client.drain(endpoint=scheduler.endpoint)
+        assert scheduler.operations.drains == 1
