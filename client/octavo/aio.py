@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Final, Self, Unpack
 
 import grpc.aio
 
 from octavo import _wire
+from octavo._batch import Batch
 from octavo._call import Call
 from octavo._channel import Connection, Endpoints, from_rpc, parse_api_key, parse_endpoints
 from octavo._core import Core
 from octavo._session import Patience, Transport
-from octavo.errors import InvalidRequestError, OctavoError
+from octavo.errors import OctavoError
 from octavo.status import Status
 from octavo.types import (
     Accepted,
@@ -39,8 +38,6 @@ from octavo.v1 import operations_pb2
 # grpc.health.v1: an empty request asks for the server as a whole, the answer's first field is its state.
 _HEALTH: Final = "/grpc.health.v1.Health/Check"
 _SERVING: Final = b"\x08\x01"
-_BATCH_WINDOW: Final = 1024
-"""Prompts of a batch that are taken from their iterable ahead of credit."""
 
 
 class _Signal:
@@ -215,36 +212,23 @@ class AsyncClient:
         """Yield (index of the prompt, outcome) as they come.
 
         The service sets the pace: a prompt is sent when there is credit for it, and none is refused for
-        queue depth. The class is `batch` unless the options say otherwise.
+        queue depth. The class is `batch` unless the options say otherwise. The iterable runs on the event
+        loop, and is asked for the next prompt only while no outcome waits to be yielded.
         """
-        if options.get("request_id"):
-            problem = "names one request; for those of a batch, give it in the options of each BatchItem"
-            raise InvalidRequestError.of_fields(("request_id", problem))
-        paced: GenerateOptions = {"priority": "batch", **options}
+        ended: asyncio.Queue[int] = asyncio.Queue()
+        batch = Batch(self._core, prompts, options, ended.put_nowait)
         transport = self._core.transport(paced=True)
-        ended: asyncio.Queue[tuple[int, GenerateResult | OctavoError]] = asyncio.Queue()
-        live: dict[int, Call] = {}
-        rest = enumerate(prompts)
-
-        def on_end(index: int) -> None:
-            call = live.pop(index)
-            ended.put_nowait((index, call.error if call.error is not None else call.result()))
-
         try:
             while True:
-                for index, prompt in itertools.islice(rest, _BATCH_WINDOW - len(live)):
-                    try:
-                        request = self._core.prepare(_wire.batch_request(prompt, paced))
-                    except InvalidRequestError as error:
-                        ended.put_nowait((index, error))
-                        continue
-                    live[index] = Call(request, partial(on_end, index))
-                    transport.submit(live[index])
-                if not live and ended.empty():
+                while ended.empty() and batch.may_pull():
+                    if (call := batch.pull()) is not None:
+                        transport.submit(call)
+                    await asyncio.sleep(0)  # Outcomes come between prompts, and others have their turn.
+                if not batch.under_way:
                     return
-                yield await ended.get()
+                yield batch.take(await ended.get())
         finally:
-            for call in list(live.values()):
+            for call in batch.calls:
                 transport.cancel(call)
 
     async def tokenize(

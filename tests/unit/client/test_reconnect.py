@@ -260,11 +260,14 @@ async def test_unary_call_in_flight_on_a_scheduler_that_drains_outlives_one_that
         slow = asyncio.create_task(client.tokenize("hi"))
         await scheduler.until(lambda: scheduler.tokenizing == 1)
         stopping = asyncio.create_task(scheduler.stop(WAIT_S))
-        with pytest.raises(UnavailableError):
+
+        async def ask_until_it_fails() -> None:
             while True:
                 with suppress(RequestCancelledError):  # It had come when the server began to stop.
                     await client.models()
 
+        with pytest.raises(UnavailableError):
+            await ask_until_it_fails()
         scheduler.may_tokenize.set()
 
         assert (await slow).token_ids == (104, 105)
