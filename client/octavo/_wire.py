@@ -53,6 +53,10 @@ def text_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateReque
         TypeError: an option is unknown or of the wrong type.
     """
     request = _request(options)
+    if isinstance(prompt, bytes | bytearray | memoryview):  # Its items are integers, as token ids are.
+        raise InvalidRequestError.of_fields(
+            ("text", "must be text or token ids, got bytes: decode them first")
+        )
     if isinstance(prompt, str):
         with naming("text"):
             request.text = prompt

@@ -41,20 +41,24 @@ _SERVING: Final = b"\x08\x01"
 
 
 class _Signal:
-    """Wakes the one task that waits. The call holds this and not the stream, which may be dropped."""
+    """Wakes the tasks that wait. The call holds this and not the stream, which may be dropped."""
 
-    __slots__ = ("_waiter",)
+    __slots__ = ("_waiters",)
 
     def __init__(self) -> None:
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiters: list[asyncio.Future[None]] = []
 
     def fire(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     async def wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
 
 
 class AsyncStream:

@@ -102,6 +102,20 @@ async def test_stream_consumer_falls_behind_merges_deltas(
     assert deltas[0].text == expected_text(9, 50)
 
 
+async def test_stream_waited_for_beside_its_reader_wakes_both(
+    client: AsyncClient, scheduler: FakeScheduler
+) -> None:
+    await scheduler.hold(0)
+    stream = client.stream("hello", max_tokens=2, seed=9)
+    waiting = [asyncio.create_task(stream.wait_accepted()) for _ in range(2)]
+    reading = asyncio.create_task(anext(stream))
+    accepted = await asyncio.gather(*waiting)
+    await scheduler.allow()
+
+    assert [one.queue_position for one in accepted if one is not None] == [2, 2]
+    assert expected_text(9, 2).startswith((await reading).text)
+
+
 async def test_chat_messages_of_every_form_arrive(client: AsyncClient, scheduler: FakeScheduler) -> None:
     await client.chat("hi", max_tokens=1)
     await client.chat(
@@ -255,12 +269,14 @@ async def test_service_silent_past_the_time_to_the_first_token_raises_and_cancel
         ("x", {"deadline": float("inf")}, "terms.deadline_ms"),
         ("x", {"priority": "urgent"}, "terms.priority"),
         ("bad \ud800 surrogate", {}, "text"),
+        (b"hi", {}, "text"),
+        (bytearray(b"hi"), {}, "text"),
         ([1, -2], {}, "tokens.ids"),
         ([2**32], {}, "tokens.ids"),
     ],
 )
 async def test_value_that_cannot_be_sent_is_refused_by_field(
-    client: AsyncClient, prompt: str | list[int], options: dict[str, object], field: str
+    client: AsyncClient, prompt: str | bytes | list[int], options: dict[str, object], field: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         await client.generate(prompt, **options)  # type: ignore[arg-type]

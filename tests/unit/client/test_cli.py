@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from octavo import AsyncClient
 from octavo.cli import chat, output
-from octavo.cli.main import main
+from octavo.cli.main import COMMANDS, main
 
 from tests.unit.client.fake_scheduler import ThreadedScheduler, expected_text
 
@@ -93,6 +93,17 @@ def test_chat_conversation_keeps_its_turns_until_reset(
         ["be kind", "third"],
     ]
     assert chat.HELP in capsys.readouterr().err
+
+
+def test_chat_piped_in_ends_with_the_code_of_the_turn_that_failed(
+    threaded: ThreadedScheduler, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    threaded.fake.refusing = "NO_WORKER"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
+
+    assert octavo(threaded, "chat") == 3
+    assert "[NO_WORKER]" in capsys.readouterr().err
+    assert len(threaded.fake.requests) == 1
 
 
 def test_status_shows_workers_queues_and_outcomes(threaded: ThreadedScheduler, capsys: Capture) -> None:
@@ -201,7 +212,7 @@ def test_no_command_prints_every_command(capsys: Capture) -> None:
     assert main([]) == 2
 
     shown = capsys.readouterr().out
-    for command in ("up", "scheduler", "worker", "generate", "chat", "status"):
+    for command in COMMANDS:
         assert f"  {command} " in shown
 
 
@@ -242,7 +253,7 @@ def test_service_wrong_setting_is_named_in_one_line(capsys: Capture, arguments: 
 def test_service_without_its_extra_names_the_extra(service: str) -> None:
     block = (
         "import sys; sys.modules['pydantic_settings'] = None; "
-        f"from octavo.cli.main import main; sys.exit(main(['{service}']))"
+        f"from octavo.cli.main import COMMANDS, main; sys.exit(main(['{service}']))"
     )
     done = subprocess.run(  # our own interpreter
         [sys.executable, "-c", block], capture_output=True, text=True, timeout=30, check=False
