@@ -232,11 +232,16 @@ class Endpoints:
             await connection.close()
 
 
-async def _dial(endpoint: str, metadata: tuple[tuple[str, str], ...]) -> Connection:
+def channel_options(endpoint: str) -> list[tuple[str, int]]:
+    """Return the options of a channel: on this machine it goes through no proxy."""
     options = list(_OPTIONS)
     if endpoint.removeprefix("dns:///").startswith(_LOOPBACK):
         options.append(("grpc.enable_http_proxy", 0))
-    channel = grpc.aio.insecure_channel(endpoint, options=options)
+    return options
+
+
+async def _dial(endpoint: str, metadata: tuple[tuple[str, str], ...]) -> Connection:
+    channel = grpc.aio.insecure_channel(endpoint, options=channel_options(endpoint))
     connection = Connection(endpoint, channel, metadata)
     ready = False
     try:
