@@ -219,10 +219,12 @@ def _turn(path: str, turn: dict[str, Any]) -> dict[str, Any]:
     turn = {key: one for key, one in turn.items() if one is not None}
     content = turn.get("content", "" if turn.get("tool_calls") else None)
     if isinstance(content, list):
-        texts = [
-            part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
+        texts: list[str] = [
+            part["text"]
+            for part in content
+            if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
         ]
-        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+        if len(texts) < len(content):
             raise InvalidRequestError.of_fields((f"{path}.content", "may have parts of text only"))
         content = "\n".join(texts)
     return turn if content is None else {**turn, "content": content}
