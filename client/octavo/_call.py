@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 from octavo import _wire
 from octavo.errors import ErrorInfo, OctavoError, RequestCancelledError, error_of
@@ -12,6 +12,8 @@ from octavo.protocol.steps import FinishReason, TokenLogprobs
 from octavo.types import Accepted, Choice, Delta, GenerateResult, Progress
 from octavo.v1 import generation_pb2 as pb
 
+_Bound = Literal["queue_timeout_ms", "ttft_deadline_ms", "deadline_ms"]
+_BOUNDS: Final[tuple[_Bound, ...]] = ("queue_timeout_ms", "ttft_deadline_ms", "deadline_ms")
 GRACE_S: Final = 2.0
 """Beyond its deadline a request gets this long for the service to say in which phase it passed."""
 
@@ -66,6 +68,7 @@ class Call:
 
     __slots__ = (
         "_accepted_by",
+        "_bounds",
         "_ended",
         "_fresh",
         "_live",
@@ -74,25 +77,26 @@ class Call:
         "_request",
         "accepted",
         "attempts",
-        "deadline_at",
         "done",
+        "ends_to_come",
         "error",
         "request_id",
         "timer",
     )
 
     def __init__(
-        self, request: pb.GenerateRequest, now: float, on_change: Callable[[], None], *, live: bool = False
+        self, request: pb.GenerateRequest, on_change: Callable[[], None], *, live: bool = False
     ) -> None:
         self.request_id = request.request_id
         self.accepted: Accepted | None = None
         self.attempts = 0
         """Times that it was sent."""
+        self.ends_to_come = 0
+        """Choices of which the server that has it will still tell the end."""
         self.done = False
         self.error: OctavoError | None = None
         self.timer: asyncio.TimerHandle | None = None
-        terms = request.terms
-        self.deadline_at = now + terms.deadline_ms / 1000 if terms.HasField("deadline_ms") else None
+        self._bounds: dict[_Bound, float] = {}
         self._request = request
         self._outputs = [_Output() for _ in range(max(1, request.sampling.n))]
         self._on_change = on_change
@@ -105,16 +109,43 @@ class Call:
         """Return whether the scheduler behind this stream took the request."""
         return self._accepted_by is stream
 
+    def begin(self, now: float) -> None:
+        """Let the time run that the terms allow; it runs from the first call on."""
+        if not self._bounds:
+            terms = self._request.terms
+            self._bounds = {
+                name: now + getattr(terms, name) / 1000 for name in _BOUNDS if terms.HasField(name)
+            }
+
+    def put_back(self) -> None:
+        """The service has refused it for now: its time runs anew from when it is sent again."""
+        if self.accepted is None:
+            self._bounds = {}
+
+    def due_at(self) -> float | None:
+        """Return when the service must have answered at the latest, by the bounds still to be met."""
+        met: set[_Bound] = {"queue_timeout_ms"} if self.accepted is not None else set()
+        if self._has_tokens():
+            met |= {"queue_timeout_ms", "ttft_deadline_ms"}
+        return min((at for name, at in self._bounds.items() if name not in met), default=None)
+
+    def _has_tokens(self) -> bool:
+        return any(output.token_ids for output in self._outputs)
+
     def to_send(self, now: float) -> pb.GenerateRequest:
         """Return the request, or what is left of it after the output so far and the time gone by."""
         self.attempts += 1
+        self.ends_to_come = len(self._outputs)
         request = self._request
-        if self.accepted is None and self.deadline_at is None:
+        if self.accepted is None and not self._bounds:
             return request
         rest = pb.GenerateRequest()
         rest.CopyFrom(request)
-        if self.deadline_at is not None:
-            rest.terms.deadline_ms = max(1, round((self.deadline_at - now) * 1000))
+        for name, at in self._bounds.items():
+            # One that has begun gets the whole of its time in the queue again.
+            if name != "queue_timeout_ms" or not self._has_tokens():
+                least_ms = 0 if name == "queue_timeout_ms" else 1
+                setattr(rest.terms, name, max(least_ms, round((at - now) * 1000)))
         if self.accepted is not None:
             rest.sampling.seed = self.accepted.seed
         for index, output in enumerate(self._outputs):
@@ -153,6 +184,7 @@ class Call:
                 pass  # Of a kind that this version does not know.
 
     def _finish_choice(self, finished: pb.Finished) -> None:
+        self.ends_to_come -= 1
         output = self._outputs[finished.choice]
         if output.finished is not None:
             return
@@ -185,7 +217,7 @@ class Call:
         self.done = True
         if self.timer is not None:
             self.timer.cancel()
-        if self.error is not None and (self.accepted is not None or any(o.token_ids for o in self._outputs)):
+        if self.error is not None and (self.accepted is not None or self._has_tokens()):
             self.error.partial = self._result()
         self._on_change()
 
@@ -197,7 +229,9 @@ class Call:
         for index, output in enumerate(self._outputs):
             delta = output.take(index)
             if delta is not None:
-                self._fresh = len(self._outputs) > 1
+                # Never set to False after reading: output may have come on the loop in between.
+                if len(self._outputs) > 1:
+                    self._fresh = True
                 return delta
         return None
 

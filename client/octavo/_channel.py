@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar, cast
@@ -39,6 +40,9 @@ _OPTIONS: Final = (
 )
 # The scheduler puts its `octavo.v1.Error` there, beside the google.rpc.Status that others read.
 _ERROR_KEY: Final = "octavo-error-bin"
+_UNREACHABLE: Final = "UNREACHABLE"
+# Reasons of a call that reached no scheduler, or one that is gone: gRPC's own, and ours.
+_GONE: Final = ("UNAVAILABLE", _UNREACHABLE)
 _DIAL_TIMEOUT_S: Final = 5.0
 # Part of gRPC's account of a failed connection -> what a person wants to know.
 _PLAIN_WORDS: Final = {
@@ -71,7 +75,13 @@ class Connection:
         return cast("ops_grpc.OperationsAsyncStub", ops_grpc.OperationsStub(self.channel))
 
     def metadata_of(self, api_key: str | None) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of a call for somebody with a key of their own; an empty key is none."""
+        """Return the metadata of a call for somebody with a key of their own; an empty key is none.
+
+        Raises:
+            InvalidRequestError: it cannot be sent.
+        """
+        if api_key is not None:
+            check_api_key(api_key)
         return self.metadata if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
     async def close(self) -> None:
@@ -113,9 +123,14 @@ def parse_api_key(given: str | None) -> str | None:
     """
     key = os.environ.get("OCTAVO_API_KEY") if given is None else given
     key = key.strip() if key is not None else ""
+    check_api_key(key)
+    return key or None
+
+
+def check_api_key(key: str) -> None:
+    """Raise InvalidRequestError for a key that gRPC cannot carry."""
     if not key.isascii() or not key.isprintable() or " " in key:
         raise InvalidRequestError.of_fields(("api_key", "must be one word of printable ASCII characters"))
-    return key or None
 
 
 class Endpoints:
@@ -125,6 +140,8 @@ class Endpoints:
         self._order = list(endpoints)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
         self._unary: Connection | None = None
+        self._users: Counter[Connection] = Counter()
+        """Calls in flight on each connection for unary calls."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -147,7 +164,7 @@ class Endpoints:
             except UnavailableError as error:
                 failures.append(error.message)
                 self.demote(endpoint)
-        raise UnavailableError("; ".join(failures), ErrorInfo("UNREACHABLE", "", 14))
+        raise UnavailableError("; ".join(failures), ErrorInfo(_UNREACHABLE, "", 14))
 
     async def unary(self, call: Callable[[Connection], Awaitable[_T]], timeout_s: float) -> _T:
         """Make a call that may safely be made again; moves on from endpoints that are gone.
@@ -159,25 +176,54 @@ class Endpoints:
         give_up_at = loop.time() + timeout_s
         delay = 0.05
         while True:
-            connection = self._unary
             try:
-                if connection is None:
-                    connection = self._unary = await self.dial()
-                return await call(connection)
-            except grpc.aio.AioRpcError as rpc_error:
-                error = from_rpc(rpc_error)
-                if rpc_error.code() is not grpc.StatusCode.UNAVAILABLE or error.reason != "UNAVAILABLE":
-                    raise error from None
-            except UnavailableError as unreachable:
-                error = unreachable
-            if connection is not None and self._unary is connection:
-                self._unary = None
-                self.demote(connection.endpoint)
-                await connection.close()
-            if loop.time() + delay >= give_up_at:
-                raise error from None
+                if self._unary is None:
+                    self._unary = await self.dial()
+                return await self._use(self._unary, call)
+            except UnavailableError as error:
+                if error.reason not in _GONE or loop.time() + delay >= give_up_at:
+                    raise
             await asyncio.sleep(delay)
             delay = min(delay * 2, 1.0)
+
+    async def once(self, endpoint: str | None, call: Callable[[Connection], Awaitable[_T]]) -> _T:
+        """Make a call that must reach the scheduler that is meant, and none in its place: one attempt.
+
+        Raises:
+            InvalidRequestError: of several endpoints none was named, or it is not one of ours.
+            OctavoError: the call failed, or the endpoint could not be reached.
+        """
+        if endpoint is not None:
+            (endpoint,) = parse_endpoints([endpoint])
+        meant = self._order if endpoint is None else [one for one in self._order if one == endpoint]
+        if len(meant) != 1:
+            problem = f"must name one of those of this client: {', '.join(sorted(self._order))}"
+            raise InvalidRequestError.of_fields(("endpoint", problem))
+        connection = await _dial(meant[0], self._metadata)
+        try:
+            return await call(connection)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error) from None
+        finally:
+            await connection.close()
+
+    async def _use(self, connection: Connection, call: Callable[[Connection], Awaitable[_T]]) -> _T:
+        """Make a call. The last to leave a connection that is not kept any more closes it."""
+        self._users[connection] += 1
+        try:
+            return await call(connection)
+        except grpc.aio.AioRpcError as rpc_error:
+            error = from_rpc(rpc_error)
+            if self._unary is connection and isinstance(error, UnavailableError) and error.reason in _GONE:
+                self._unary = None
+                self.demote(connection.endpoint)
+            raise error from None
+        finally:
+            self._users[connection] -= 1
+            if not self._users[connection]:
+                del self._users[connection]
+                if self._unary is not connection:
+                    await connection.close()
 
     async def close(self) -> None:
         """Close the connection that `unary` keeps."""
@@ -186,11 +232,16 @@ class Endpoints:
             await connection.close()
 
 
-async def _dial(endpoint: str, metadata: tuple[tuple[str, str], ...]) -> Connection:
+def channel_options(endpoint: str) -> list[tuple[str, int]]:
+    """Return the options of a channel: on this machine it goes through no proxy."""
     options = list(_OPTIONS)
     if endpoint.removeprefix("dns:///").startswith(_LOOPBACK):
         options.append(("grpc.enable_http_proxy", 0))
-    channel = grpc.aio.insecure_channel(endpoint, options=options)
+    return options
+
+
+async def _dial(endpoint: str, metadata: tuple[tuple[str, str], ...]) -> Connection:
+    channel = grpc.aio.insecure_channel(endpoint, options=channel_options(endpoint))
     connection = Connection(endpoint, channel, metadata)
     ready = False
     try:

@@ -49,7 +49,7 @@ class Core:
         """Return the outcome of a request. Cancelling the task cancels it."""
         transport = self.transport()
         ended = asyncio.Event()
-        call = Call(self.prepare(request), transport.now(), ended.set)
+        call = Call(self.prepare(request), ended.set)
         transport.submit(call)
         try:
             await ended.wait()
@@ -61,6 +61,11 @@ class Core:
         """Return the answer to a call that may safely be made again."""
         self._bind()
         return await self.endpoints.unary(call, self._patience.connect_s)
+
+    async def once(self, endpoint: str | None, call: Callable[[Connection], Awaitable[_T]]) -> _T:
+        """Return the answer to a call that is for one scheduler; see `Endpoints.once`."""
+        self._bind()
+        return await self.endpoints.once(endpoint, call)
 
     async def close(self) -> None:
         """Cancel what runs and close the connections."""

@@ -22,6 +22,7 @@ class LoopThread:
         self._pid = os.getpid()
         thread = threading.Thread(target=_run, args=(self._loop,), name="octavo-client", daemon=True)
         thread.start()
+        self._thread_id = thread.ident
         # Also runs when the interpreter exits.
         self._stop = weakref.finalize(self, _stop, self._loop, thread, self._pid)
 
@@ -32,16 +33,27 @@ class LoopThread:
 
     def check(self) -> None:
         """Raise unless the loop can be used from here."""
-        if os.getpid() != self._pid:
-            raise ClientClosedError("the client was made before a fork; make a new one in the child process")
+        self.check_process()
         if not self._stop.alive:
             raise ClientClosedError("the client is closed")
 
+    def check_process(self) -> None:
+        """Raise in a child of the process that made it."""
+        if os.getpid() != self._pid:
+            raise ClientClosedError("the client was made before a fork; make a new one in the child process")
+
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Return what the coroutine returns. An exception in the waiting thread cancels it."""
+        """Return what the coroutine returns. An exception in the waiting thread cancels it.
+
+        Raises:
+            ClientClosedError: the loop cannot be used from here.
+            RuntimeError: called on the thread of the loop, which would wait for itself.
+        """
         try:
             self.check()
-        except ClientClosedError:
+            if threading.get_ident() == self._thread_id:
+                raise RuntimeError("the client's own thread cannot wait for the client")
+        except (ClientClosedError, RuntimeError):
             coroutine.close()
             raise
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

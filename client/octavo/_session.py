@@ -27,6 +27,7 @@ from octavo.errors import (
     DeadlineExceededError,
     ErrorInfo,
     InternalError,
+    InvalidRequestError,
     OctavoError,
     RequestCancelledError,
     UnavailableError,
@@ -72,6 +73,8 @@ class Stream:
     ) -> None:
         self.connection = connection
         self.calls: dict[str, Call] = {}
+        self.leaving: dict[str, int] = {}
+        """Requests cancelled here, and how many ends the server has still to tell of each."""
         self.credits = 0
         self.opened_at = asyncio.get_running_loop().time()
         self._on_message = on_message
@@ -91,6 +94,20 @@ class Stream:
         """Send a request, or what is left of it to do."""
         self.calls[call.request_id] = call
         self.post(call.to_send(now))
+
+    def cancel(self, call: Call) -> None:
+        """Let go of a request that was sent. Its id is free when the server has told the end of it."""
+        del self.calls[call.request_id]
+        self.leaving[call.request_id] = call.ends_to_come
+        self.post(pb.SessionRequest(cancel=pb.CancelRequest(request_id=call.request_id)))
+
+    def forget(self, event: pb.RequestEvent) -> None:
+        """Take in what the server says of a request that was cancelled here."""
+        kind = event.WhichOneof("event")
+        if kind == "finished":
+            self.leaving[event.request_id] -= 1
+        if kind == "error" or self.leaving[event.request_id] < 1:
+            del self.leaving[event.request_id]
 
     async def close(self) -> None:
         """End the call and its connection."""
@@ -162,29 +179,46 @@ class Transport:
         self._closed = False
         self._pid = os.getpid()
 
-    def now(self) -> float:
-        """Return the time that deadlines are measured in."""
-        return self._loop.time()
-
     def submit(self, call: Call) -> None:
         """Start a request. Its end comes to the call, whatever happens."""
         if self._closed:
             call.fail(ClientClosedError("the client is closed"))
             return
-        if call.deadline_at is not None:
-            call.timer = self._loop.call_at(call.deadline_at + GRACE_S, self.cancel, call, _overdue())
+        if self._is_live(call.request_id):
+            problem = "a live request of this client has it already"
+            call.fail(InvalidRequestError.of_fields(("request_id", problem), reason="DUPLICATE_REQUEST_ID"))
+            return
+        # One of a batch waits for credit first, which is the service's time and not its own.
+        if not self._paced:
+            self._begin(call)
         self._waiting[call.request_id] = call
         self._flush()
+
+    def _begin(self, call: Call) -> None:
+        call.begin(self._loop.time())
+        if call.timer is None:
+            self._watch(call)
+
+    def _watch(self, call: Call) -> None:
+        """End a request when the service has not kept to its bounds, and has not said so either."""
+        due_at = call.due_at()
+        if due_at is None:
+            call.timer = None
+        elif due_at + GRACE_S <= self._loop.time():
+            self.cancel(call, _overdue())
+        else:
+            call.timer = self._loop.call_at(due_at + GRACE_S, self._watch, call)
 
     def cancel(self, call: Call, error: OctavoError | None = None) -> None:
         """End a request with an error, here and on the server."""
         if call.done:
             return
-        if self._waiting.pop(call.request_id, None) is None:
-            for stream in self._streams():
-                if stream.calls.pop(call.request_id, None) is not None:
-                    stream.post(pb.SessionRequest(cancel=pb.CancelRequest(request_id=call.request_id)))
-                    self._retire_if_empty(stream)
+        if self._waiting.get(call.request_id) is call:
+            del self._waiting[call.request_id]
+        for stream in self._streams():
+            if stream.calls.get(call.request_id) is call:
+                stream.cancel(call)
+                self._retire_if_empty(stream)
         call.fail(error or RequestCancelledError("the request was cancelled by its caller"))
 
     async def close(self) -> None:
@@ -217,6 +251,9 @@ class Transport:
     def _abandon(self) -> None:
         self._last_task = asyncio.create_task(self.close())
 
+    def _is_live(self, request_id: str) -> bool:
+        return request_id in self._waiting or any(request_id in stream.calls for stream in self._streams())
+
     def _streams(self) -> list[Stream]:
         return [*self._retiring, *([self._stream] if self._stream is not None else [])]
 
@@ -228,11 +265,16 @@ class Transport:
             return
         now = self._loop.time()
         for request_id in list(self._waiting):
+            if request_id in self._stream.leaving:
+                continue
             if self._paced:
                 if self._stream.credits < 1 or self._pause is not None:
                     return
                 self._stream.credits -= 1
-            self._stream.submit(self._waiting.pop(request_id), now)
+            call = self._waiting.pop(request_id)
+            if self._paced:
+                self._begin(call)
+            self._stream.submit(call, now)
 
     def _pause_for(self, delay_s: float) -> None:
         """Send nothing for a while: a batch waits for its tenant's quota instead of failing on it."""
@@ -246,14 +288,14 @@ class Transport:
     async def _connect(self) -> None:
         try:
             while self._waiting and self._stream is None:
-                if self._trouble_since is None:
-                    self._trouble_since = self._loop.time()
-                else:
+                if self._trouble_since is not None:
                     await asyncio.sleep(self._delay_s)
                     self._delay_s = min(self._delay_s * 2, _MAX_DELAY_S)
+                began_at = self._loop.time()
                 try:
                     connection = await self._endpoints.dial()
                 except UnavailableError as error:
+                    self._trouble_since = began_at if self._trouble_since is None else self._trouble_since
                     self._give_up_if_late(error)
                     continue
                 self._connected_before = True
@@ -266,8 +308,11 @@ class Transport:
 
     def _on_message(self, stream: Stream, message: pb.SessionEvent) -> None:
         calls = stream.calls
-        refused = False
+        has_output = False
         for event in message.events:
+            if event.request_id in stream.leaving:
+                stream.forget(event)
+                continue
             call = calls.get(event.request_id)
             if call is None:
                 continue
@@ -277,19 +322,20 @@ class Transport:
                 and event.error.HasField("retry_delay_ms")
             ):
                 self._waiting[call.request_id] = calls.pop(call.request_id)
+                call.put_back()
                 self._pause_for(event.error.retry_delay_ms / 1000)
                 continue
             if self._may_try_elsewhere(call, event.error, stream):
-                refused = True
                 self._waiting[call.request_id] = calls.pop(call.request_id)
                 self._move_away(stream, _wire.error_info(event.error))
                 continue
             call.apply(event, stream)
+            has_output = has_output or event.HasField("delta")
             if call.done:
                 del calls[call.request_id]
-        if not refused:
-            self._trouble_since = None
-            self._delay_s = _FIRST_DELAY_S
+        # What a scheduler that was left still sends says nothing of whether there is another one.
+        if has_output and stream is self._stream:
+            self._calm()
         stream.credits += message.credits
         self._retire_if_empty(stream)
         self._flush()
@@ -306,8 +352,9 @@ class Transport:
             self._fail_waiting(error)
             return
         self._endpoints.demote(stream.connection.endpoint)
-        if not self._waiting or self._loop.time() - stream.opened_at > _SETTLED_S:
-            self._trouble_since = None
+        if not self._waiting:
+            self._calm()
+        self._calm_if_settled(stream)
         if self._waiting:
             self._give_up_if_late(error)
         self._flush()
@@ -329,6 +376,7 @@ class Transport:
         if self._stream is stream:
             self._stream = None
             self._retiring.add(stream)
+            self._calm_if_settled(stream)
             self._endpoints.demote(stream.connection.endpoint)
         self._give_up_if_late(UnavailableError(info.message, info))
 
@@ -342,6 +390,15 @@ class Transport:
         self._closers.add(task)
         task.add_done_callback(self._closers.discard)
 
+    def _calm_if_settled(self, stream: Stream) -> None:
+        if self._loop.time() - stream.opened_at > _SETTLED_S:
+            self._calm()
+
+    def _calm(self) -> None:
+        """The next trouble is a new one."""
+        self._trouble_since = None
+        self._delay_s = _FIRST_DELAY_S
+
     def _give_up_if_late(self, error: OctavoError) -> None:
         now = self._loop.time()
         if self._trouble_since is None:
@@ -354,8 +411,7 @@ class Transport:
 
     def _fail_waiting(self, error: OctavoError) -> None:
         calls, self._waiting = list(self._waiting.values()), {}
-        self._trouble_since = None
-        self._delay_s = _FIRST_DELAY_S
+        self._calm()
         for call in calls:
             call.fail(copy.copy(error))
 

@@ -53,6 +53,10 @@ def text_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateReque
         TypeError: an option is unknown or of the wrong type.
     """
     request = _request(options)
+    if isinstance(prompt, bytes | bytearray | memoryview):  # Its items are integers, as token ids are.
+        raise InvalidRequestError.of_fields(
+            ("text", "must be text or token ids, got bytes: decode them first")
+        )
     if isinstance(prompt, str):
         with naming("text"):
             request.text = prompt
@@ -138,7 +142,7 @@ def _request(options: Mapping[str, Any]) -> pb.GenerateRequest:
             request.sampling.CopyFrom(sampling_to_proto(sampling))
     for name in _SECONDS:
         if options.get(name) is not None:
-            setattr(request.terms, f"{name}_ms", _milliseconds(name, options[name]))
+            setattr(request.terms, f"{name}_ms", milliseconds(f"terms.{name}_ms", options[name]))
     for name in _TERMS:
         if options.get(name) is not None:
             with naming(f"terms.{name}"):
@@ -176,13 +180,13 @@ def naming(field: str) -> Iterator[None]:
         raise InvalidRequestError.of_fields((field, f"is out of range ({error})")) from None
 
 
-def _milliseconds(name: str, seconds: float) -> int:
-    milliseconds = seconds * 1000
-    if not math.isfinite(milliseconds) or not 0 <= milliseconds < 2**32:
-        raise InvalidRequestError.of_fields(
-            (f"terms.{name}_ms", f"must be between 0 and {2**32 // 1000} seconds, got {seconds}")
-        )
-    return math.ceil(milliseconds)
+def milliseconds(field: str, seconds: float) -> int:
+    """Return a time span as the field has it, or refuse it by the name of the field."""
+    value = seconds * 1000
+    if not math.isfinite(value) or not 0 <= value < 2**32:
+        problem = f"must be between 0 and {2**32 // 1000} seconds, got {seconds}"
+        raise InvalidRequestError.of_fields((field, problem))
+    return math.ceil(value)
 
 
 def _priority(value: Priority | str) -> Priority:

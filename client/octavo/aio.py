@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Final, Self, Unpack
 
 import grpc.aio
 
 from octavo import _wire
+from octavo._batch import Batch
 from octavo._call import Call
 from octavo._channel import Connection, Endpoints, from_rpc, parse_api_key, parse_endpoints
 from octavo._core import Core
 from octavo._session import Patience, Transport
-from octavo.errors import InvalidRequestError, OctavoError
+from octavo.errors import OctavoError
 from octavo.status import Status
 from octavo.types import (
     Accepted,
@@ -39,25 +38,27 @@ from octavo.v1 import operations_pb2
 # grpc.health.v1: an empty request asks for the server as a whole, the answer's first field is its state.
 _HEALTH: Final = "/grpc.health.v1.Health/Check"
 _SERVING: Final = b"\x08\x01"
-_BATCH_WINDOW: Final = 1024
-"""Prompts of a batch that are taken from their iterable ahead of credit."""
 
 
 class _Signal:
-    """Wakes the one task that waits. The call holds this and not the stream, which may be dropped."""
+    """Wakes the tasks that wait. The call holds this and not the stream, which may be dropped."""
 
-    __slots__ = ("_waiter",)
+    __slots__ = ("_waiters",)
 
     def __init__(self) -> None:
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiters: list[asyncio.Future[None]] = []
 
     def fire(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     async def wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
 
 
 class AsyncStream:
@@ -71,7 +72,7 @@ class AsyncStream:
     def __init__(self, transport: Transport, request: pb.GenerateRequest) -> None:
         self._transport = transport
         self._signal = _Signal()
-        self._call = Call(request, transport.now(), self._signal.fire, live=True)
+        self._call = Call(request, self._signal.fire, live=True)
         transport.submit(self._call)
 
     @property
@@ -215,33 +216,23 @@ class AsyncClient:
         """Yield (index of the prompt, outcome) as they come.
 
         The service sets the pace: a prompt is sent when there is credit for it, and none is refused for
-        queue depth. The class is `batch` unless the options say otherwise.
+        queue depth. The class is `batch` unless the options say otherwise. The iterable runs on the event
+        loop, and is asked for the next prompt only while no outcome waits to be yielded.
         """
-        paced: GenerateOptions = {"priority": "batch", **options}
+        ended: asyncio.Queue[int] = asyncio.Queue()
+        batch = Batch(self._core, prompts, options, ended.put_nowait)
         transport = self._core.transport(paced=True)
-        ended: asyncio.Queue[tuple[int, GenerateResult | OctavoError]] = asyncio.Queue()
-        live: dict[int, Call] = {}
-        rest = enumerate(prompts)
-
-        def on_end(index: int) -> None:
-            call = live.pop(index)
-            ended.put_nowait((index, call.error if call.error is not None else call.result()))
-
         try:
             while True:
-                for index, prompt in itertools.islice(rest, _BATCH_WINDOW - len(live)):
-                    try:
-                        request = self._core.prepare(_wire.batch_request(prompt, paced))
-                    except InvalidRequestError as error:
-                        ended.put_nowait((index, error))
-                        continue
-                    live[index] = Call(request, transport.now(), partial(on_end, index))
-                    transport.submit(live[index])
-                if not live and ended.empty():
+                while ended.empty() and batch.may_pull():
+                    if (call := batch.pull()) is not None:
+                        transport.submit(call)
+                    await asyncio.sleep(0)  # Outcomes come between prompts, and others have their turn.
+                if not batch.under_way:
                     return
-                yield await ended.get()
+                yield batch.take(await ended.get())
         finally:
-            for call in list(live.values()):
+            for call in batch.calls:
                 transport.cancel(call)
 
     async def tokenize(
@@ -315,7 +306,8 @@ class AsyncClient:
 
         With `history` the first one has that of the last ten minutes, and each that follows what is new.
         """
-        request = operations_pb2.WatchStatusRequest(interval_ms=round(interval * 1000), history=history)
+        interval_ms = _wire.milliseconds("interval_ms", interval)
+        request = operations_pb2.WatchStatusRequest(interval_ms=interval_ms, history=history)
         connection = await self._core.endpoints.dial()
         try:
             rpc = connection.operations.WatchStatus(request, metadata=connection.metadata)
@@ -334,15 +326,22 @@ class AsyncClient:
         except (OctavoError, TimeoutError):
             return False
 
-    async def drain(self, worker_id: str | None = None, *, grace: float | None = None) -> DrainResult:
+    async def drain(
+        self, worker_id: str | None = None, *, grace: float | None = None, endpoint: str | None = None
+    ) -> DrainResult:
         """Stop admitting: the whole scheduler, or one worker until its process is started anew.
 
         What runs is finished. A scheduler cuts it off after `grace` seconds, if given, and then ends.
+        It is asked once, and no other scheduler in its place. `endpoint` says which, of several.
+
+        Raises:
+            InvalidRequestError: the client has several endpoints and none of them is named.
         """
-        request = operations_pb2.DrainRequest(
-            worker_id=worker_id, grace_ms=None if grace is None else round(grace * 1000)
+        grace_ms = None if grace is None else _wire.milliseconds("grace_ms", grace)
+        request = operations_pb2.DrainRequest(worker_id=worker_id, grace_ms=grace_ms)
+        answer = await self._core.once(
+            endpoint, lambda on: on.operations.Drain(request, metadata=on.metadata)
         )
-        answer = await self._core.unary(lambda on: on.operations.Drain(request, metadata=on.metadata))
         return DrainResult(answer.running, answer.waiting)
 
     async def aclose(self) -> None:

@@ -3,14 +3,15 @@
 A request has `prompt` (text or token ids) or `messages`, and any option of `GenerateOptions` beside
 it; or it is a line of the OpenAI batch format, with those in `body`. It may have an `id` (or
 `custom_id`); its line number stands in for one. An outcome carries the id, and a digest of the
-request's line, so that a run that was interrupted goes on where it was and no line is done twice.
+request's line and of the options for all lines, so that a run that was interrupted goes on where it was
+and no line is done twice. docs/cli.md describes both files.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -18,13 +19,17 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from octavo.errors import InvalidRequestError, OctavoError
-from octavo.types import BatchItem, GenerateResult
+from octavo.protocol.steps import TokenLogprobs
+from octavo.sampling import StructuredOutput
+from octavo.types import BatchItem, Choice, GenerateResult
 
 PREFIX_CHARS: Final = 256
 """Prompts that begin with the same so many characters are one group: they share cached blocks."""
 _CHARS_PER_TOKEN: Final = 4
 # Of the OpenAI batch format; they say what the presence of `prompt` or `messages` says already.
-_ENVELOPE: Final = frozenset({"id", "custom_id", "method", "url", "body", "stream", "stream_options"})
+_ENVELOPE: Final = frozenset({"id", "custom_id", "method", "url", "body", "stream", "stream_options", "user"})
+_LEAST_LOGPROB: Final = -9999.0
+"""Stands for minus infinity, which JSON has not."""
 _RENAMED: Final = {"max_completion_tokens": "max_tokens"}
 
 
@@ -61,8 +66,12 @@ class BatchLine:
         return tokens + (limit if isinstance(limit, int) else 0)
 
 
-def read_requests(path: Path) -> list[BatchLine]:
+def read_requests(path: Path, options: Mapping[str, Any]) -> list[BatchLine]:
     """Return the requests of a file, in its order; empty lines are passed over.
+
+    Args:
+        path: the file.
+        options: those that all lines are run with; they are part of what is digested.
 
     Raises:
         BatchFileError: the file cannot be read, or two requests have the same id.
@@ -71,12 +80,13 @@ def read_requests(path: Path) -> list[BatchLine]:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BatchFileError(f"{path}: {error}") from None
+    given = json.dumps(options, sort_keys=True) if options else ""
     lines: list[BatchLine] = []
     seen: dict[str, int] = {}
     for number, text in enumerate(content.split("\n"), start=1):
         if not text.strip():
             continue
-        line = _parse(number, text)
+        line = _parse(number, text, given)
         if line.request_id in seen:
             first = seen[line.request_id]
             raise BatchFileError(f"{path}: lines {first} and {number} have the same id {line.request_id!r}")
@@ -140,8 +150,8 @@ class OutcomeFile:
                 rest.append(line)
             elif digest != line.digest:
                 raise BatchFileError(
-                    f"{self._path}: request {line.request_id!r} (line {line.number}) has changed since; "
-                    "write to another file"
+                    f"{self._path}: request {line.request_id!r} (line {line.number}) has changed since, "
+                    "or the options of the command have; write to another file"
                 )
         return rest
 
@@ -151,14 +161,7 @@ class OutcomeFile:
         if isinstance(outcome, OctavoError):
             record["error"] = {"reason": outcome.reason, "message": outcome.message}
         else:
-            record["choices"] = [
-                {
-                    "index": choice.index,
-                    "text": choice.text,
-                    "finish_reason": choice.finish_reason.name.lower() if choice.finish_reason else None,
-                }
-                for choice in outcome.choices
-            ]
+            record["choices"] = [_choice(choice) for choice in outcome.choices]
             record["usage"] = {
                 "prompt_tokens": outcome.usage.prompt_tokens,
                 "completion_tokens": outcome.usage.completion_tokens,
@@ -176,8 +179,8 @@ class OutcomeFile:
         self._file.close()
 
 
-def _parse(number: int, text: str) -> BatchLine:
-    digest = blake2b(text.strip().encode(), digest_size=8).hexdigest()
+def _parse(number: int, text: str, given: str) -> BatchLine:
+    digest = blake2b(text.strip().encode() + given.encode(), digest_size=8).hexdigest()
     request_id = str(number)
     try:
         fields = json.loads(text)
@@ -206,8 +209,84 @@ def _item(number: int, fields: dict[str, Any]) -> BatchItem:
         raise InvalidRequestError.of_fields((f"line {number}: {name}", "is of the wrong type"))
     if isinstance(value, list) and not all(isinstance(part, inner) for part in value):
         raise InvalidRequestError.of_fields((f"line {number}: {name}", "has an element of the wrong type"))
-    options = {_RENAMED.get(key, key): one for key, one in given.items() if key not in _ENVELOPE}
-    return BatchItem(value, options)
+    if name == "messages":
+        value = [_turn(f"line {number}: messages[{index}]", turn) for index, turn in enumerate(value)]
+    return BatchItem(value, _options(number, given))
+
+
+def _turn(path: str, turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a turn with its content as one text; parts are joined by line breaks, as in the gateway."""
+    turn = {key: one for key, one in turn.items() if one is not None}
+    content = turn.get("content", "" if turn.get("tool_calls") else None)
+    if isinstance(content, list):
+        texts: list[str] = [
+            part["text"]
+            for part in content
+            if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        ]
+        if len(texts) < len(content):
+            raise InvalidRequestError.of_fields((f"{path}.content", "may have parts of text only"))
+        content = "\n".join(texts)
+    return turn if content is None else {**turn, "content": content}
+
+
+def _options(number: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a line under our names; what asks for nothing is left out."""
+    options = {
+        _RENAMED.get(key, key): one for key, one in given.items() if key not in _ENVELOPE and one is not None
+    }
+    if isinstance(bias := options.get("logit_bias"), dict):
+        try:
+            options["logit_bias"] = {int(token): value for token, value in bias.items()}
+        except ValueError:
+            problem = "must have token ids as its keys"
+            raise InvalidRequestError.of_fields((f"line {number}: logit_bias", problem)) from None
+    # In chats of the OpenAI API whether, with how many in `top_logprobs`; in ours how many.
+    if isinstance(asked := options.get("logprobs"), bool):
+        del options["logprobs"]
+        best = options.pop("top_logprobs", 0)
+        if asked:
+            options["logprobs"] = best
+    if "response_format" in options:
+        structured = _structured(number, options.pop("response_format"))
+        if structured is not None:
+            options["structured"] = structured
+    return options
+
+
+def _structured(number: int, wanted: Any) -> StructuredOutput | None:
+    match wanted:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return StructuredOutput(json_object=True)
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            return StructuredOutput(json_schema=json.dumps(schema))
+    problem = "must be of type text, json_object or json_schema with its schema"
+    raise InvalidRequestError.of_fields((f"line {number}: response_format", problem))
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    record = {
+        "index": choice.index,
+        "text": choice.text,
+        "finish_reason": choice.finish_reason.name.lower() if choice.finish_reason else None,
+    }
+    return {**record, "logprobs": [_position(one) for one in choice.logprobs]} if choice.logprobs else record
+
+
+def _position(one: TokenLogprobs) -> dict[str, Any]:
+    texts = one.top_token_bytes or (b"",) * len(one.top_token_ids)  # A request without text has none.
+    best = zip(one.top_token_ids, texts, one.top_logprobs, strict=True)
+    return {
+        **_token(one.token_id, one.token_bytes, one.logprob),
+        "top_logprobs": [_token(*token) for token in best],
+    }
+
+
+def _token(token_id: int, text: bytes, logprob: float) -> dict[str, Any]:
+    shown = text.decode(errors="replace")
+    return {"token_id": token_id, "token": shown, "logprob": max(logprob, _LEAST_LOGPROB)}
 
 
 def _text(item: BatchItem | None) -> str:

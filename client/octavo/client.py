@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
 from octavo import _wire
+from octavo._batch import Batch
 from octavo._call import Call
 from octavo._loop_thread import LoopThread
 from octavo._session import Transport
@@ -45,7 +47,7 @@ class Stream:
         self._thread = thread
         self._transport = transport
         self._change = threading.Event()
-        self._call = Call(request, transport.now(), self._change.set, live=True)
+        self._call = Call(request, self._change.set, live=True)
         transport.post(transport.submit, self._call)
 
     @property
@@ -69,6 +71,7 @@ class Stream:
         return self
 
     def __next__(self) -> Delta:
+        self._thread.check_process()
         call = self._call
         while True:
             # Read first: what came before the end is there when the end is.
@@ -126,8 +129,8 @@ class Client:
         self._thread = LoopThread()
         self._transport = self._thread.run(self._open())
 
-    async def _open(self) -> Transport:
-        return self._core.transport()
+    async def _open(self, *, paced: bool = False) -> Transport:
+        return self._core.transport(paced=paced)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerateResult:
         """Return the whole output for a prompt.
@@ -153,13 +156,32 @@ class Client:
         self, prompts: Iterable[Prompt | BatchItem], **options: Unpack[GenerateOptions]
     ) -> list[GenerateResult | OctavoError]:
         """Return the outcome of each prompt, in order; one that fails has its error there."""
-        return self._thread.run(self._aio.batch(prompts, **options))
+        ends = dict(self.batch_iter(prompts, **options))
+        return [ends[index] for index in range(len(ends))]
 
     def batch_iter(
         self, prompts: Iterable[Prompt | BatchItem], **options: Unpack[GenerateOptions]
     ) -> Iterator[tuple[int, GenerateResult | OctavoError]]:
-        """Yield (index of the prompt, outcome) as they come; see `AsyncClient.batch_iter`."""
-        return self._iterate(self._aio.batch_iter(prompts, **options))
+        """Yield (index of the prompt, outcome) as they come; see `AsyncClient.batch_iter`.
+
+        The iterable runs on the thread of the caller, and may use this client.
+        """
+        ended: SimpleQueue[int] = SimpleQueue()
+        batch = Batch(self._core, prompts, options, ended.put)
+        transport = self._thread.run(self._open(paced=True))
+        try:
+            while True:
+                while ended.empty() and batch.may_pull():
+                    if (call := batch.pull()) is not None:
+                        self._thread.check()
+                        transport.post(transport.submit, call)
+                if not batch.under_way:
+                    return
+                self._thread.check_process()
+                yield batch.take(ended.get())
+        finally:
+            for call in batch.calls:
+                transport.post(transport.cancel, call)
 
     def tokenize(
         self, text: str, *, model: str = "", add_special_tokens: bool | None = None, pieces: bool = False
@@ -195,12 +217,11 @@ class Client:
         """Yield a status now and then again each `interval` seconds; see `AsyncClient.watch_status`."""
         return self._iterate(self._aio.watch_status(interval, history=history))
 
-    def drain(self, worker_id: str | None = None, *, grace: float | None = None) -> DrainResult:
-        """Stop admitting: the whole scheduler, or one worker until its process is started anew.
-
-        What runs is finished. A scheduler cuts it off after `grace` seconds, if given, and then ends.
-        """
-        return self._thread.run(self._aio.drain(worker_id, grace=grace))
+    def drain(
+        self, worker_id: str | None = None, *, grace: float | None = None, endpoint: str | None = None
+    ) -> DrainResult:
+        """Stop admitting: the whole scheduler, or one worker; see `AsyncClient.drain`."""
+        return self._thread.run(self._aio.drain(worker_id, grace=grace, endpoint=endpoint))
 
     def close(self) -> None:
         """Cancel what runs and close the connections."""

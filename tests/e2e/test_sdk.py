@@ -94,6 +94,26 @@ async def test_task_cancelled_gives_its_blocks_back(sim_stack: Stack) -> None:
         assert pool.free + pool.evictable == pool.total
 
 
+@pytest.mark.parametrize("phase", ["sent", "accepted", "running"])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_request_id_reused_after_a_close_is_a_request_of_its_own(
+    sim_stack: Stack, phase: str, n: int
+) -> None:
+    async with AsyncClient(sim_stack.endpoint) as client, asyncio.timeout(60):
+        alone = await client.generate("new", max_tokens=20, seed=2, n=n)
+        for _ in range(5):
+            stream = client.stream("old", max_tokens=5000, seed=1, n=n, request_id="same")
+            await asyncio.sleep(0)
+            if phase != "sent":
+                await stream.wait_accepted()
+            if phase == "running":
+                await anext(stream)
+            await stream.aclose()
+            again = await client.generate("new", max_tokens=20, seed=2, n=n, request_id="same")
+
+            assert tokens([again]) == tokens([alone])
+
+
 async def _drain(stream: object) -> None:
     async for _ in stream:  # type: ignore[attr-defined]
         pass

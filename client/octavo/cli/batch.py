@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do it and return the exit code: 1 when some request failed."""
     try:
-        lines = read_requests(arguments.input)
+        lines = read_requests(arguments.input, request.options(arguments))
         with OutcomeFile(arguments.output) as outcomes:
             todo = throughput_order(outcomes.unfinished(lines))
             if len(todo) < len(lines):

@@ -80,6 +80,8 @@ def _converse(client: Client, turns: list[ChatMessage], options: dict[str, Any])
                     print()
                     output.note("stopped")
                 except OctavoError as error:
+                    if not sys.stdin.isatty():  # Nobody is there to say something else.
+                        raise
                     turns.pop()
                     output.fail(output.describe(error))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Final, Protocol, cast
 
@@ -39,11 +41,14 @@ COMMANDS: Final = {
 }
 
 EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+# What a write to stdout fails with that nothing can be written to any more.
+_OUTPUT_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 EXIT_INTERRUPTED: Final = 130
 EXIT_BROKEN_PIPE: Final = 141
 # The first class that fits decides.
 EXIT_CODES: Final[tuple[tuple[type[OctavoError], int], ...]] = (
-    (InvalidRequestError, 2),
+    (InvalidRequestError, EXIT_USAGE),
     (UnavailableError, 3),
     (OverloadedError, 4),
     (DeadlineExceededError, 5),
@@ -73,6 +78,10 @@ class Command(Protocol):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:  # It was closed before we began.
+        if sys.stderr is not None:
+            output.fail("stdout is closed")
+        return EXIT_USAGE
     parser = argparse.ArgumentParser(
         prog="octavo",
         usage="octavo [--version] COMMAND ...",
@@ -94,20 +103,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args(given)
         if parsed.version:
             print(_version())
-            return 0
-        if parsed.command is None:
+            code = 0
+        elif parsed.command is None:
             parser.print_help()
-            return 2
-        return command.run(parsed)
+            code = EXIT_USAGE
+        else:
+            code = command.run(parsed)
+        sys.stdout.flush()
     except OctavoError as error:
         output.fail(output.describe(error))
         return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has left. Nothing may be written while the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # The reader of our output has left.
+        _drop_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+            raise
+        _drop_output()
+        output.fail(f"cannot write to stdout: {error.strerror}")
+        return EXIT_USAGE
+    return code
+
+
+def _drop_output() -> None:
+    """Nothing may be written while the interpreter ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _version() -> str:

@@ -114,6 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
             time.sleep(_WATCH_S)
     except _Stop:
         return 0
+    except OSError as error:  # The folder of the logs has a name, an address has none.
+        output.fail(f"{error.filename or arguments.host}: {error.strerror}")
+        return 2
     except StackError as error:
         output.fail(str(error))
         if stack is not None:

@@ -29,7 +29,7 @@ from octavo.gateway.metrics import Metrics, Observation
 from octavo.gateway.responses import EventResponse, Job, JobResponse, WholeResponse
 from octavo.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from octavo.gateway.writers import ChatWriter, CompletionWriter, Head
-from octavo.types import ChatMessage, ChatOptions, GenerateOptions, GenerateResult, Prompt
+from octavo.types import ChatMessage, ChatOptions, GenerateOptions, GenerateResult, ModelInfo, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -144,25 +144,32 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         """List the models that are served."""
-        served = await self._client.models(api_key=translate.bearer_key(request.headers))
-        models = [self._model(one) for one in served]
-        return JSONResponse({"object": "list", "data": models})
+        return JSONResponse({"object": "list", "data": await self._models(request)})
 
     async def model(self, name: str, request: Request) -> Response:
         """Describe a model."""
-        for one in await self._client.models(api_key=translate.bearer_key(request.headers)):
-            if one.id == name:
-                return JSONResponse(self._model(one))
+        for one in await self._models(request):
+            if one["id"] == name:
+                return JSONResponse(one)
         raise GatewayError(Failure(404, f"no model {name!r} here", "model_not_found", "model", retry=False))
 
-    def _model(self, model: Any) -> dict[str, Any]:
+    async def _models(self, request: Request) -> list[dict[str, Any]]:
+        """Return what a request may name as its model: each model, and its adapters after it."""
+        models = await self._client.models(api_key=translate.bearer_key(request.headers))
+        return [
+            self._model(model, name, parent)
+            for model in models
+            for name, parent in [(model.id, None), *((adapter, model.id) for adapter in model.adapters)]
+        ]
+
+    def _model(self, model: ModelInfo, name: str, parent: str | None) -> dict[str, Any]:
         return {
-            "id": model.id,
+            "id": name,
             "object": "model",
             "created": self._started_at,
             "owned_by": "octavo",
-            "root": model.id,
-            "parent": None,
+            "root": name,
+            "parent": parent,
             "max_model_len": model.max_model_len,
             "revision": model.revision,
             "workers": model.workers,

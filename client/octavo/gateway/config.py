@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from octavo._channel import parse_endpoints
+from octavo._channel import DEFAULT_ENDPOINT, parse_endpoints
 from octavo.errors import InvalidRequestError
 from octavo.service.settings import ServiceSettings
 
@@ -29,8 +30,9 @@ class GatewaySettings(ServiceSettings):
 
     listen: str = Field("127.0.0.1:8000", description="address of the HTTP port, as host:port")
     endpoint: str = Field(
-        "127.0.0.1:50051",
-        description="scheduler, as host:port; several, separated by commas, stand in for each other",
+        default_factory=lambda: os.environ.get("OCTAVO_ENDPOINT") or DEFAULT_ENDPOINT,
+        description="scheduler, as host:port; several, separated by commas, stand in for each other "
+        f"(default: $OCTAVO_ENDPOINT or {DEFAULT_ENDPOINT})",
     )
     api_key_file: Path | None = Field(
         None, description="file with the gateway's own key; requests run under their clients' keys"

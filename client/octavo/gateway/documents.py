@@ -129,14 +129,14 @@ class ChatAnswer(BaseModel):
 
 
 class ModelAnswer(BaseModel):
-    """A model; `workers` serve it now."""
+    """A model, or an adapter of the model that is its `parent`; `workers` serve it now."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
     revision: str
     workers: int

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from octavo.gateway.errors import invalid
+from octavo._channel import check_api_key
+from octavo.errors import InvalidRequestError
+from octavo.gateway.errors import Failure, GatewayError, invalid
 from octavo.gateway.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -188,9 +190,20 @@ def _count(name: str, value: str) -> int:
 
 
 def bearer_key(headers: Mapping[str, str]) -> str:
-    """Return the API key of a request, empty when it has none: never the gateway's own."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    """Return the API key of a request, empty when it has none: never the gateway's own.
+
+    Raises:
+        GatewayError: nobody can have such a key, since it cannot be passed on.
+    """
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        return ""
+    key = given.strip()
+    try:
+        check_api_key(key)
+    except InvalidRequestError as error:
+        raise GatewayError(Failure(401, error.message, "invalid_api_key", retry=False)) from None
+    return key
 
 
 def _structured(request: GenerationRequest) -> StructuredOutput | None:

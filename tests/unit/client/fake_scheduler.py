@@ -50,6 +50,9 @@ class _Session:
 class FakeOperations(operations_pb2_grpc.OperationsServicer):
     """Two workers, one of them lost, and a queue."""
 
+    def __init__(self) -> None:
+        self.drains = 0
+
     status = operations_pb2.Status(
         scheduler_id="fake-1",
         version="0.1.0",
@@ -125,6 +128,7 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
     async def Drain(  # noqa: N802 # named by the contract
         self, request: operations_pb2.DrainRequest, context: object
     ) -> operations_pb2.DrainResponse:
+        self.drains += 1
         return operations_pb2.DrainResponse(running=3, waiting=request.grace_ms)
 
 
@@ -138,10 +142,16 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled: list[str] = []
         self.sessions = 0
-        self.adapters: list[str] = []
+        self.adapters = ["fake-sql"]
         self.keys: list[str | None] = []
         """What each session carried as its authorization."""
         self.refusing = ""
+        self.answering_cancels = True
+        self.dying_after_accepted = False
+        self.operations = FakeOperations()
+        self.tokenizing = 0
+        self.may_tokenize = asyncio.Event()
+        self.may_tokenize.set()
         self.credits_per_session = 4
         self.most_live = 0
         self._allowed = FREE_RUN
@@ -155,15 +165,15 @@ class FakeScheduler(pb_grpc.GenerationServicer):
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 16 * 1024 * 1024)]
         )
         pb_grpc.add_GenerationServicer_to_server(self, self._server)
-        operations_pb2_grpc.add_OperationsServicer_to_server(FakeOperations(), self._server)
+        operations_pb2_grpc.add_OperationsServicer_to_server(self.operations, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
 
-    async def stop(self) -> None:
-        """Die: streams break at once."""
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Die: streams break at once, or when they have had their grace."""
         if self._server is not None:
             server, self._server = self._server, None
-            await server.stop(None)
+            await server.stop(grace_s)
 
     @property
     def endpoint(self) -> str:
@@ -219,8 +229,9 @@ class FakeScheduler(pb_grpc.GenerationServicer):
                     for request in message.generate_many.requests:
                         self._admit(request, session)
                 case "cancel":
-                    session.live.pop(message.cancel.request_id, None)
                     self.cancelled.append(message.cancel.request_id)
+                    if self.answering_cancels:
+                        self._end_cancelled(message.cancel.request_id, session)
             self.most_live = max(self.most_live, len(session.live))
             await self._notify()
         session.outbox.put_nowait(None)
@@ -255,6 +266,15 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         ]
         accepted = pb.Accepted(request_id=request.request_id, seed=seed, prompt_tokens=3, queue_position=2)
         self._send(session, pb.RequestEvent(request_id=request.request_id, accepted=accepted))
+        if self.dying_after_accepted:
+            session.live.clear()
+            session.outbox.put_nowait(None)
+
+    def _end_cancelled(self, request_id: str, session: _Session) -> None:
+        for choice in session.live.pop(request_id, []):
+            if not choice.done:
+                finished = pb.Finished(choice=choice.index, reason=common_pb2.FINISH_REASON_CANCELLED)
+                self._send(session, pb.RequestEvent(request_id=request_id, finished=finished))
 
     def _send(self, session: _Session, event: pb.RequestEvent) -> None:
         session.outbox.put_nowait(pb.SessionEvent(events=[event]))
@@ -317,6 +337,9 @@ class FakeScheduler(pb_grpc.GenerationServicer):
             error = common_pb2.Error(code=5, reason="UNKNOWN_MODEL", message="no model 'nobody'")
             trailer = (("octavo-error-bin", error.SerializeToString()),)
             await context.abort(grpc.StatusCode.NOT_FOUND, error.message, trailing_metadata=trailer)
+        self.tokenizing += 1
+        await self._notify()
+        await self.may_tokenize.wait()
         text = request.text or " ".join(one.content for one in request.chat.messages)
         ids = list(text.encode())
         pieces = [chr(one) for one in ids] if request.return_pieces else []

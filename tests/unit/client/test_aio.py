@@ -9,6 +9,7 @@ import time
 import pytest
 from octavo import (
     AsyncClient,
+    BatchItem,
     ClientClosedError,
     DeadlineExceededError,
     FinishReason,
@@ -99,6 +100,20 @@ async def test_stream_consumer_falls_behind_merges_deltas(
 
     assert len(deltas) == 1
     assert deltas[0].text == expected_text(9, 50)
+
+
+async def test_stream_waited_for_beside_its_reader_wakes_both(
+    client: AsyncClient, scheduler: FakeScheduler
+) -> None:
+    await scheduler.hold(0)
+    stream = client.stream("hello", max_tokens=2, seed=9)
+    waiting = [asyncio.create_task(stream.wait_accepted()) for _ in range(2)]
+    reading = asyncio.create_task(anext(stream))
+    accepted = await asyncio.gather(*waiting)
+    await scheduler.allow()
+
+    assert [one.queue_position for one in accepted if one is not None] == [2, 2]
+    assert expected_text(9, 2).startswith((await reading).text)
 
 
 async def test_chat_messages_of_every_form_arrive(client: AsyncClient, scheduler: FakeScheduler) -> None:
@@ -231,6 +246,19 @@ async def test_service_silent_past_deadline_and_grace_raises_and_cancels(
     await scheduler.until(lambda: scheduler.cancelled == ["late"])
 
 
+async def test_service_silent_past_the_time_to_the_first_token_raises_and_cancels(
+    client: AsyncClient, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo._session.GRACE_S", 0.05)
+    await client.generate("connect", max_tokens=1)
+    await scheduler.hold(0)
+
+    with pytest.raises(DeadlineExceededError):
+        await client.generate("hello", deadline=600, ttft_deadline=0.05, request_id="late")
+
+    await scheduler.until(lambda: scheduler.cancelled == ["late"])
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "field"),
     [
@@ -241,12 +269,14 @@ async def test_service_silent_past_deadline_and_grace_raises_and_cancels(
         ("x", {"deadline": float("inf")}, "terms.deadline_ms"),
         ("x", {"priority": "urgent"}, "terms.priority"),
         ("bad \ud800 surrogate", {}, "text"),
+        (b"hi", {}, "text"),
+        (bytearray(b"hi"), {}, "text"),
         ([1, -2], {}, "tokens.ids"),
         ([2**32], {}, "tokens.ids"),
     ],
 )
 async def test_value_that_cannot_be_sent_is_refused_by_field(
-    client: AsyncClient, prompt: str | list[int], options: dict[str, object], field: str
+    client: AsyncClient, prompt: str | bytes | list[int], options: dict[str, object], field: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         await client.generate(prompt, **options)  # type: ignore[arg-type]
@@ -296,6 +326,23 @@ async def test_batch_one_prompt_bad_returns_its_error_in_place(client: AsyncClie
     ]
 
 
+async def test_batch_prompts_waiting_for_credit_keep_the_whole_of_their_deadline(
+    client: AsyncClient, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo._session.GRACE_S", 0.0)
+    scheduler.credits_per_session = 1
+    await scheduler.hold(0)
+    task = asyncio.create_task(client.batch(["a", "b"], max_tokens=1, seed=1, deadline=600))
+    await scheduler.until(lambda: len(scheduler.requests) == 1)
+    clock = asyncio.get_running_loop().time
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: clock() + 300)
+    await scheduler.allow()
+    ends = await task
+
+    assert [type(end) for end in ends] == [GenerateResult] * 2
+    assert scheduler.requests[1].terms.deadline_ms == 600_000
+
+
 async def test_batch_iter_left_early_cancels_the_rest(client: AsyncClient, scheduler: FakeScheduler) -> None:
     await scheduler.hold(3)
     ends = client.batch_iter([f"p{index}" for index in range(10)], max_tokens=3)
@@ -305,6 +352,69 @@ async def test_batch_iter_left_early_cancels_the_rest(client: AsyncClient, sched
     await ends.aclose()
 
     await scheduler.until(lambda: len(scheduler.cancelled) >= 4)
+
+
+async def test_request_id_of_a_live_request_is_refused_and_the_first_goes_on(
+    client: AsyncClient, scheduler: FakeScheduler
+) -> None:
+    await scheduler.hold(0)
+    first = asyncio.create_task(client.generate("one", max_tokens=2, seed=1, request_id="same"))
+    await scheduler.until(lambda: len(scheduler.requests) == 1)
+
+    with pytest.raises(InvalidRequestError) as caught:
+        await client.generate("two", request_id="same")
+    await scheduler.allow()
+
+    assert caught.value.reason == "DUPLICATE_REQUEST_ID"
+    assert (await first).text == expected_text(1, 2)
+    assert (await client.generate("three", max_tokens=2, seed=3, request_id="same")).text == expected_text(
+        3, 2
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_request_id_reused_after_close_gets_nothing_of_the_old_request(
+    client: AsyncClient, scheduler: FakeScheduler, n: int
+) -> None:
+    await scheduler.hold(2)
+    stream = client.stream("old", max_tokens=50, seed=1, n=n, request_id="same")
+    await anext(stream)
+    await stream.aclose()
+
+    task = asyncio.create_task(client.generate("new", max_tokens=3, seed=2, n=n, request_id="same"))
+    await scheduler.until(lambda: len(scheduler.requests) == 2)
+    await scheduler.allow()
+    result = await task
+
+    assert [choice.text for choice in result.choices] == [expected_text(2, 3, at) for at in range(n)]
+
+
+async def test_request_id_reused_while_the_end_of_the_old_is_not_told_waits_for_it(
+    client: AsyncClient, scheduler: FakeScheduler
+) -> None:
+    scheduler.answering_cancels = False
+    await scheduler.hold(1)
+    stream = client.stream("old", max_tokens=3, seed=1, request_id="same")
+    await anext(stream)
+    await stream.aclose()
+    task = asyncio.create_task(client.generate("new", max_tokens=3, seed=2, request_id="same"))
+    await scheduler.until(lambda: scheduler.cancelled == ["same"])
+    assert len(scheduler.requests) == 1
+
+    await scheduler.allow()  # the old one runs to its end
+
+    assert (await task).text == expected_text(2, 3)
+
+
+async def test_request_id_for_a_whole_batch_is_refused_by_name(client: AsyncClient) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await client.batch(["a", "b"], request_id="same")
+    assert [one.field for one in caught.value.violations] == ["request_id"]
+
+    items = [BatchItem("a", {"request_id": "same"}), BatchItem("b", {"request_id": "same"})]
+    first, second = await client.batch(items, max_tokens=2, seed=1)
+    assert isinstance(first, GenerateResult)
+    assert isinstance(second, InvalidRequestError)
 
 
 async def test_unary_calls_return_typed_records(client: AsyncClient) -> None:
@@ -321,6 +431,25 @@ async def test_unary_calls_return_typed_records(client: AsyncClient) -> None:
 async def test_unary_call_refused_raises_the_typed_error(client: AsyncClient) -> None:
     with pytest.raises(UnknownModelError, match="nobody"):
         await client.tokenize("hi", model="nobody")
+
+
+@pytest.mark.parametrize("key", ["clé", "two words", "a\tb", "a\x00"])
+async def test_key_of_a_call_that_cannot_be_sent_is_refused_and_not_repeated(
+    client: AsyncClient, key: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await client.models(api_key=key)
+
+    assert [one.field for one in caught.value.violations] == ["api_key"]
+    assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize("interval", [-1, 1e9, float("nan")])
+async def test_watch_interval_that_cannot_be_sent_is_refused_by_name(
+    client: AsyncClient, interval: float
+) -> None:
+    with pytest.raises(InvalidRequestError, match="interval_ms"):
+        await anext(client.watch_status(interval))
 
 
 async def test_closed_client_refuses(client: AsyncClient) -> None:

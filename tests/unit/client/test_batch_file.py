@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
+from octavo import _wire
 from octavo.batch_file import BatchFileError, OutcomeFile, read_requests, throughput_order
-from octavo.protocol.steps import FinishReason
+from octavo.protocol.steps import FinishReason, TokenLogprobs
 from octavo.types import Choice, GenerateResult
 
 
@@ -31,7 +34,7 @@ def test_requests_of_both_formats_are_read_with_their_options(tmp_path: Path) ->
             "body": {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 7},
         },
     )
-    first, second, third = read_requests(path)
+    first, second, third = read_requests(path, {})
     assert first.request_id == "1"
     assert first.item is not None
     assert (first.item.input, dict(first.item.options)) == ("Hi", {"max_tokens": 5})
@@ -57,7 +60,7 @@ def test_requests_of_both_formats_are_read_with_their_options(tmp_path: Path) ->
 def test_requests_with_a_bad_line_keep_the_others_and_name_what_is_wrong(
     tmp_path: Path, line: str, named: str
 ) -> None:
-    bad, good = read_requests(_file(tmp_path, line, {"prompt": "fine"}))
+    bad, good = read_requests(_file(tmp_path, line, {"prompt": "fine"}), {})
     assert bad.item is None
     assert named in str(bad.error)
     assert good.item is not None
@@ -66,7 +69,7 @@ def test_requests_with_a_bad_line_keep_the_others_and_name_what_is_wrong(
 def test_requests_with_one_id_twice_are_refused(tmp_path: Path) -> None:
     path = _file(tmp_path, {"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"})
     with pytest.raises(BatchFileError, match="lines 1 and 2"):
-        read_requests(path)
+        read_requests(path, {})
 
 
 def test_order_keeps_common_prefixes_together_and_long_ones_first(tmp_path: Path) -> None:
@@ -78,11 +81,16 @@ def test_order_keeps_common_prefixes_together_and_long_ones_first(tmp_path: Path
         {"id": "long", "prompt": "Tell me " + "more " * 1000},
         {"id": "b", "prompt": system + "y" * 200},
     )
-    assert [line.request_id for line in throughput_order(read_requests(path))] == ["long", "b", "a", "short"]
+    assert [line.request_id for line in throughput_order(read_requests(path, {}))] == [
+        "long",
+        "b",
+        "a",
+        "short",
+    ]
 
 
 def test_outcomes_of_an_interrupted_run_are_not_made_again(tmp_path: Path) -> None:
-    lines = read_requests(_file(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}))
+    lines = read_requests(_file(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}), {})
     path = tmp_path / "out.jsonl"
     with OutcomeFile(path) as outcomes:
         assert outcomes.unfinished(lines) == lines
@@ -103,10 +111,10 @@ def test_outcomes_of_an_interrupted_run_are_not_made_again(tmp_path: Path) -> No
 
 def test_outcomes_of_a_request_that_has_changed_are_not_taken_for_its_own(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    before = read_requests(_file(tmp_path, {"id": "q", "prompt": "a"}))
+    before = read_requests(_file(tmp_path, {"id": "q", "prompt": "a"}), {})
     with OutcomeFile(path) as outcomes:
         outcomes.add(before[0], _result("A"))
-    after = read_requests(_file(tmp_path, {"id": "q", "prompt": "b"}))
+    after = read_requests(_file(tmp_path, {"id": "q", "prompt": "b"}), {})
     with OutcomeFile(path) as outcomes, pytest.raises(BatchFileError, match=r"'q' \(line 1\) has changed"):
         outcomes.unfinished(after)
 
@@ -117,3 +125,71 @@ def test_outcomes_are_not_appended_to_a_file_of_something_else(tmp_path: Path) -
     with pytest.raises(BatchFileError, match="line 1 is not an outcome"):
         OutcomeFile(path)
     assert path.read_text() == "dear diary\n"
+
+
+def test_requests_of_the_openai_format_mean_what_they_mean_there(tmp_path: Path) -> None:
+    schema = {"type": "object"}
+    body = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "t"}]},
+        ],
+        "logit_bias": {"7": -1.5},
+        "logprobs": True,
+        "top_logprobs": 3,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        "user": "u",
+        "seed": None,
+    }
+    nothing = {"prompt": "a", "logprobs": False, "top_logprobs": None, "response_format": {"type": "text"}}
+    first, second = read_requests(_file(tmp_path, {"custom_id": "c", "body": body}, nothing), {})
+
+    assert first.item is not None
+    assert first.item.input == [
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "t"}]},
+    ]
+    request = _wire.batch_request(first.item, {})
+    assert dict(request.sampling.logit_bias) == {7: -1.5}
+    assert request.sampling.logprobs == 3
+    assert json.loads(request.sampling.structured.json_schema) == schema
+    assert second.item is not None
+    assert dict(second.item.options) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"messages\[0\].content"),
+    ],
+)
+def test_requests_that_ask_for_what_there_is_not_name_it(
+    tmp_path: Path, fields: dict[str, object], named: str
+) -> None:
+    (line,) = read_requests(_file(tmp_path, fields), {})
+    assert line.item is None
+    assert re.search(named, str(line.error))
+
+
+def test_outcomes_made_with_other_options_are_not_taken_for_those_of_this_run(tmp_path: Path) -> None:
+    path, requests = tmp_path / "out.jsonl", _file(tmp_path, {"prompt": "a"})
+    with OutcomeFile(path) as outcomes:
+        outcomes.add(read_requests(requests, {"max_tokens": 5})[0], _result("A"))
+    with OutcomeFile(path) as outcomes:
+        assert outcomes.unfinished(read_requests(requests, {"max_tokens": 5})) == []
+        with pytest.raises(BatchFileError, match="options of the command"):
+            outcomes.unfinished(read_requests(requests, {"max_tokens": 6}))
+
+
+def test_outcomes_have_the_logprobs_that_were_asked_for(tmp_path: Path) -> None:
+    (line,) = read_requests(_file(tmp_path, {"prompt": "a", "logprobs": 1}), {})
+    position = TokenLogprobs(5, -0.5, 1, (5,), (-math.inf,), b"A", (b"A",))
+    choice = Choice(0, "A", (5,), FinishReason.STOP, logprobs=(position,))
+    with OutcomeFile(tmp_path / "out.jsonl") as outcomes:
+        outcomes.add(line, GenerateResult("r", (choice,), seed=1))
+
+    (record,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    best = {"token_id": 5, "token": "A", "logprob": -9999.0}
+    assert record["choices"][0]["logprobs"] == [{**best, "logprob": -0.5, "top_logprobs": [best]}]

@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from octavo import AsyncClient
-from octavo.cli import chat, output
-from octavo.cli.main import main
+from octavo.cli import chat, health, output
+from octavo.cli.main import COMMANDS, main
+from octavo.gateway.config import GatewaySettings
 
 from tests.unit.client.fake_scheduler import ThreadedScheduler, expected_text
 
@@ -95,6 +98,17 @@ def test_chat_conversation_keeps_its_turns_until_reset(
     assert chat.HELP in capsys.readouterr().err
 
 
+def test_chat_piped_in_ends_with_the_code_of_the_turn_that_failed(
+    threaded: ThreadedScheduler, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    threaded.fake.refusing = "NO_WORKER"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
+
+    assert octavo(threaded, "chat") == 3
+    assert "[NO_WORKER]" in capsys.readouterr().err
+    assert len(threaded.fake.requests) == 1
+
+
 def test_status_shows_workers_queues_and_outcomes(threaded: ThreadedScheduler, capsys: Capture) -> None:
     assert octavo(threaded, "status") == 0
 
@@ -155,6 +169,101 @@ def test_bad_endpoint_is_one_line(capsys: Capture, endpoint: str, code: int, sai
     assert said in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["up", "--logs", ".", "--host", "192.0.2.1"], "192.0.2.1: "),
+        (["up", "--logs", "/dev/null/logs"], "/dev/null/logs: "),
+        (["up"], "/dev/null/octavo/up: "),
+        (["status", "--watch", "-1"], "interval_ms"),
+        (["status", "--watch", "1e9"], "interval_ms"),
+    ],
+)
+def test_mistake_of_the_user_is_one_line(
+    threaded: ThreadedScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    arguments: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    monkeypatch.setenv("OCTAVO_ENDPOINT", threaded.fake.endpoint)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    assert main([*arguments, *(["--gateway-port", "none"] if arguments[0] == "up" else [])]) == 2
+
+    error = capsys.readouterr().err
+    assert error.startswith("octavo: error: ")
+    assert error.count("\n") == 1
+    assert said in error
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+@pytest.mark.parametrize(
+    "command", ["generate x --max-tokens 3", "generate x --json --max-tokens 3", "--version"]
+)
+@pytest.mark.parametrize(("target", "said"), [(">/dev/full", "No space left"), (">&-", "stdout is closed")])
+def test_stdout_that_takes_nothing_is_one_line(
+    threaded: ThreadedScheduler, command: str, target: str, said: str, unbuffered: str
+) -> None:
+    done = subprocess.run(  # noqa: S602 # the shell's redirections are what is tested
+        f"{sys.executable} -m octavo.cli.main {command} {target}",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OCTAVO_ENDPOINT": threaded.fake.endpoint, "PYTHONUNBUFFERED": unbuffered},
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("octavo: error: ")
+    assert said in done.stderr
+
+
+def _health_server(answer: bytes) -> tuple[grpc.Server, int]:
+    server = grpc.server(ThreadPoolExecutor(1))
+    check = grpc.unary_unary_rpc_method_handler(lambda request, context: answer)
+    handlers = grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check})
+    server.add_generic_rpc_handlers((handlers,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    return server, port
+
+
+@pytest.mark.parametrize(("answer", "code"), [(b"\x08\x01", 0), (b"\x08\x02", 3)])
+def test_health_asks_the_endpoint_of_the_environment_and_no_proxy(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes, code: int
+) -> None:
+    server, port = _health_server(answer)
+    for name in ("http_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    monkeypatch.setenv("OCTAVO_ENDPOINT", f"127.0.0.1:1,127.0.0.1:{port}")
+
+    assert main(["health", "--timeout", "30"]) == code
+    server.stop(None)
+
+
+def test_health_address_without_a_port_means_the_port_of_the_scheduler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(health, "_ask", lambda endpoint, timeout_s: asked.append(endpoint))
+
+    assert main(["health", "somewhere"]) == 3
+    assert asked == ["somewhere:50051"]
+
+
+def test_gateway_takes_the_endpoint_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert GatewaySettings.load({}).endpoint == "127.0.0.1:50051"
+    monkeypatch.setenv("OCTAVO_ENDPOINT", "10.0.0.4:50051,10.0.0.5:50051")
+    assert GatewaySettings.load({}).endpoint == "10.0.0.4:50051,10.0.0.5:50051"
+    monkeypatch.setenv("OCTAVO_GATEWAY_ENDPOINT", "10.0.0.6:50051")
+    assert GatewaySettings.load({}).endpoint == "10.0.0.6:50051"
+
+
 def test_endpoint_comes_from_the_environment(
     threaded: ThreadedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +310,7 @@ def test_no_command_prints_every_command(capsys: Capture) -> None:
     assert main([]) == 2
 
     shown = capsys.readouterr().out
-    for command in ("up", "scheduler", "worker", "generate", "chat", "status"):
+    for command in COMMANDS:
         assert f"  {command} " in shown
 
 
@@ -242,7 +351,7 @@ def test_service_wrong_setting_is_named_in_one_line(capsys: Capture, arguments: 
 def test_service_without_its_extra_names_the_extra(service: str) -> None:
     block = (
         "import sys; sys.modules['pydantic_settings'] = None; "
-        f"from octavo.cli.main import main; sys.exit(main(['{service}']))"
+        f"from octavo.cli.main import COMMANDS, main; sys.exit(main(['{service}']))"
     )
     done = subprocess.run(  # our own interpreter
         [sys.executable, "-c", block], capture_output=True, text=True, timeout=30, check=False

@@ -58,6 +58,39 @@ def test_batch_and_batch_iter_return_each_outcome(client: Client) -> None:
     assert sorted(iterated) == [0, 1, 2]
 
 
+def test_batch_over_a_generator_that_uses_the_client_answers(client: Client) -> None:
+    prompts = (client.tokenize(text).token_ids for text in ("a", "b"))
+    ends = client.batch(prompts, max_tokens=2, seed=1)
+
+    assert [end.text for end in ends if isinstance(end, GenerateResult)] == [expected_text(1, 2)] * 2
+
+
+def test_batch_iter_yields_what_has_ended_before_it_takes_the_next_prompt(client: Client) -> None:
+    ended: list[int] = []
+    pulled = 0
+
+    def prompts() -> Iterator[str]:
+        nonlocal pulled
+        while not ended:
+            client.detokenize([104])  # Time for an outcome to come.
+            pulled += 1
+            yield "x"
+
+    for index, _ in client.batch_iter(prompts(), max_tokens=1, seed=1):
+        ended.append(index)
+
+    assert sorted(ended) == list(range(pulled))
+    assert pulled < 1024
+
+
+def test_call_on_the_thread_of_the_client_is_refused_instead_of_waiting_for_itself(client: Client) -> None:
+    async def wait_for_itself() -> None:
+        client.models()
+
+    with pytest.raises(RuntimeError, match="own thread"):
+        client._thread.run(wait_for_itself())
+
+
 def test_many_threads_share_one_client(client: Client, threaded: ThreadedScheduler) -> None:
     def work(seed: int) -> bool:
         if seed % 2:
@@ -148,20 +181,23 @@ def test_client_carried_over_a_fork_says_so_and_the_parent_goes_on(threaded: Thr
     body = """
 client.generate("x", max_tokens=1)
 stream = client.stream("x", max_tokens=3)
+batch = client.batch_iter(["a", "b"], max_tokens=1)
+next(batch)
 child = os.fork()
 if child == 0:
-    try:
-        client.generate("x")
-    except octavo.ClientClosedError as error:
-        print("child:", error.message, flush=True)
-    del client, stream
+    for use in (lambda: client.generate("x"), lambda: next(stream), lambda: next(batch)):
+        try:
+            use()
+        except octavo.ClientClosedError as error:
+            print("child:", error.message, flush=True)
+    del client, stream, batch
     sys.exit(0)
 _, status = os.waitpid(child, 0)
 print("parent:", status, len(list(stream)) > 0, client.generate("x", max_tokens=1).finish_reason.name)
 """
     done = run_script(threaded, body)
 
-    assert "child: the client was made before a fork" in done.stdout, done.stderr
+    assert done.stdout.count("child: the client was made before a fork") == 3, done.stderr
     assert "parent: 0 True LENGTH" in done.stdout, done.stderr
     assert done.stderr == ""
 

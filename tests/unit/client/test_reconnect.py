@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 
 import pytest
-from octavo import AsyncClient, InvalidRequestError, UnavailableError
+from octavo import AsyncClient, InvalidRequestError, RequestCancelledError, UnavailableError
 
-from tests.unit.client.fake_scheduler import FakeScheduler, expected_text, token_id
+from tests.unit.client.fake_scheduler import WAIT_S, FakeScheduler, expected_text, token_id
 
 
 def free_port() -> int:
@@ -129,6 +130,37 @@ async def test_only_scheduler_drains_for_good_gives_up_with_its_reason(scheduler
     assert caught.value.reason == "DRAINING"
 
 
+async def test_only_scheduler_drains_while_it_still_streams_an_old_request_gives_up_in_time(
+    scheduler: FakeScheduler,
+) -> None:
+    await scheduler.hold(1)
+    async with AsyncClient(scheduler.endpoint, reconnect_timeout=0.3) as client:
+        old = client.stream("old", max_tokens=1_000_000)
+        await anext(old)
+
+        async def keep_streaming() -> None:
+            while True:
+                await scheduler.allow(1)
+                await anext(old)
+
+        scheduler.refusing = "DRAINING"
+        streaming = asyncio.create_task(keep_streaming())
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(UnavailableError) as caught:
+                await client.generate("new")
+        assert not streaming.done()
+        streaming.cancel()
+    assert caught.value.reason == "DRAINING"
+
+
+async def test_stream_that_dies_after_each_acceptance_gives_up_in_time(scheduler: FakeScheduler) -> None:
+    scheduler.dying_after_accepted = True
+    async with AsyncClient(scheduler.endpoint, reconnect_timeout=0.3) as client, asyncio.timeout(WAIT_S):
+        with pytest.raises(UnavailableError):
+            await client.generate("hello")
+    assert scheduler.sessions > 1
+
+
 async def test_no_worker_yet_after_a_restart_is_waited_out(
     client: AsyncClient, scheduler: FakeScheduler
 ) -> None:
@@ -218,3 +250,42 @@ async def test_scheduler_restarts_keys_of_client_and_request_go_along(scheduler:
             pass
     assert scheduler.keys == ["Bearer octavo_service"] * 2
     assert [request.api_key for request in scheduler.requests] == ["octavo_of-a-user"] * 2
+
+
+async def test_unary_call_in_flight_on_a_scheduler_that_drains_outlives_one_that_fails(
+    scheduler: FakeScheduler,
+) -> None:
+    scheduler.may_tokenize.clear()
+    async with AsyncClient(scheduler.endpoint, connect_timeout=0.1) as client:
+        slow = asyncio.create_task(client.tokenize("hi"))
+        await scheduler.until(lambda: scheduler.tokenizing == 1)
+        stopping = asyncio.create_task(scheduler.stop(WAIT_S))
+
+        async def ask_until_it_fails() -> None:
+            while True:
+                with suppress(RequestCancelledError):  # It had come when the server began to stop.
+                    await client.models()
+
+        with pytest.raises(UnavailableError):
+            await ask_until_it_fails()
+        scheduler.may_tokenize.set()
+
+        assert (await slow).token_ids == (104, 105)
+        await stopping
+
+
+async def test_drain_whose_scheduler_is_down_fails_and_asks_no_other(scheduler: FakeScheduler) -> None:
+    down = f"127.0.0.1:{free_port()}"
+    async with AsyncClient([down, scheduler.endpoint]) as client:
+        await client.models()  # The client prefers the second one now.
+
+        with pytest.raises(UnavailableError, match=down):
+            await client.drain(endpoint=down)
+        for unnamed in (None, "127.0.0.1:1"):
+            with pytest.raises(InvalidRequestError) as caught:
+                await client.drain(endpoint=unnamed)
+            assert caught.value.violations[0].field == "endpoint"
+        assert scheduler.operations.drains == 0
+
+        await client.drain(endpoint=scheduler.endpoint)
+        assert scheduler.operations.drains == 1
