@@ -209,7 +209,6 @@ class ModelRegistry:
             special_tokens=dict(description.special_tokens),
             bos_token_id=description.bos_token_id if adds_bos else None,
             vocab_size=description.vocab_size,
-            max_model_len=description.max_model_len,
         )
         try:
             detokenizer: Detokenizer | None = await self._pool.load(spec)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
 from tests.e2e.scheduler_stack import (
@@ -91,6 +92,31 @@ async def test_two_models_are_told_apart_by_name() -> None:
     finally:
         await first.stop()
         await second.stop()
+
+
+async def test_prompts_may_be_as_long_as_the_workers_of_the_moment_allow() -> None:
+    small, large = await start_worker("w1", max_model_len=64), await start_worker("w2")
+    text = "x" * 100
+
+    async def refusal(**sampling: int) -> common_pb2.Error:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.generate(text=text, sampling=sampling)
+        return error_of(caught.value)
+
+    try:
+        async with scheduler(small.address) as stack:
+            await stack.wait_ready()
+            error = await refusal()
+            assert (error.reason, "holds 64" in error.message) == ("PROMPT_TOO_LONG", True)
+            stack.process.fleet._add(large.address)
+            await stack.wait_ready(2)
+            assert (await stack.generate(text=text)).text[0] == text
+            await large.stop()
+            await until(lambda: stack.process.fleet.num_ready == 1)
+            error = await refusal(max_tokens=5)
+            assert (error.reason, "holds 64" in error.message) == ("PROMPT_TOO_LONG", True)
+    finally:
+        await small.stop()
 
 
 async def test_standby_takes_over_when_the_first_scheduler_is_gone() -> None:

@@ -51,9 +51,9 @@ def trim(
     conversation: pb.Chat, spec: TrimSpec | None, source: str = CHATML, most: int = 10**6
 ) -> tuple[str, int]:
     """Trim with one token per byte."""
-    template = ChatTemplate(source, {}, most)
+    template = ChatTemplate(source, {})
     ids, trimmed = trim_chat(
-        conversation, lambda part: array("I", list(template.render(part).encode())), spec
+        conversation, lambda part: array("I", list(template.render(part, most).encode())), spec
     )
     return bytes(list(ids)).decode(), trimmed
 
