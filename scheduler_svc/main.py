@@ -168,6 +168,7 @@ class SchedulerProcess:
                 on_step=board.step,
             ),
         )
+        self.models.fleet_is_tried = lambda: self.fleet.is_tried
         self._server, self._sessions = self._make_server(board, pins)
 
     @property
