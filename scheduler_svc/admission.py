@@ -181,12 +181,14 @@ def _resolve(call: GenerateCall, model: Model, prompt_tokens: int, max_model_len
             violations.append(
                 (f"sampling.{field}", f"must name tokens below {model.vocab_size}, got {token_id}")
             )
+    clamped = call.accepted_as.max_tokens if call.accepted_as is not None else None
+    most = min(max_tokens, clamped) if clamped is not None else max_tokens
     for choice, resumed in call.resumed.items():
-        if len(resumed.token_ids) > max_tokens:
+        if len(resumed.token_ids) > most:
             violations.append(
                 (
                     f"resume[{choice}].token_ids",
-                    f"has {len(resumed.token_ids)} tokens, more than max_tokens ({max_tokens})",
+                    f"has {len(resumed.token_ids)} tokens, more than max_tokens ({most})",
                 )
             )
         elif max(resumed.token_ids) >= model.vocab_size:

@@ -141,6 +141,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         self.keys: list[str | None] = []
         """What each session carried as its authorization."""
         self.refusing = ""
+        self.accepting: dict[str, int] = {"prompt_tokens": 3}
         self.credits_per_session = 4
         self.most_live = 0
         self._allowed = FREE_RUN
@@ -252,7 +253,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
             )
             for index in range(max(1, request.sampling.n))
         ]
-        accepted = pb.Accepted(request_id=request.request_id, seed=seed, prompt_tokens=3, queue_position=2)
+        accepted = pb.Accepted(request_id=request.request_id, seed=seed, queue_position=2, **self.accepting)
         self._send(session, pb.RequestEvent(request_id=request.request_id, accepted=accepted))
 
     def _send(self, session: _Session, event: pb.RequestEvent) -> None:
