@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ from tests.e2e.scheduler_stack import (
     start_worker,
     until,
 )
+from worker_svc.runner.sim import built_in_model
 
 ONE_SEAT = {"max_num_seqs": 1}
 INTERACTIVE, STANDARD, BATCH = (
@@ -192,7 +194,7 @@ async def test_trimmed_request_goes_on_with_another_scheduler_from_the_prompt_th
             )
 
         calls = await occupy(first, worker, 3)
-        await until(lambda: first.process.driver.level == 1)
+        await until(lambda: first.process.driver.level_of("echo") == 1)
         stream = ask(words, turns, max_tokens=150, may_trim=True, keep_head_tokens=10, keep_tail_tokens=5)
         await until(lambda: waiting(first) == 4)
         for call in calls:
@@ -250,6 +252,48 @@ async def test_classes_are_shed_from_below_and_a_paced_session_gets_no_credits_m
         paced.cancel()
         for call in calls:
             assert [event async for event in call]
+
+
+async def test_load_on_one_model_leaves_the_paced_work_of_another_alone() -> None:
+    flags = {
+        "overload_control": True,
+        "max_waiting_requests": 10,
+        "level_backlog": "0.1,0.2,none,none",
+        "level_wait": "none,none,none,none",
+    }
+    other = replace(built_in_model(), model_id="other")
+    busy, calm = await start_worker("w1", max_num_seqs=1), await start_worker("w2", info=other)
+    async with AsyncExitStack() as stacks:
+        for worker in (busy, calm):
+            stacks.push_async_callback(worker.stop)
+        stack = await stacks.enter_async_context(scheduler(busy.address, calm.address, **flags))
+        await stack.wait_ready(2)
+        sessions = {}
+        for model in ("echo", "other"):
+            session = sessions[model] = stack.generation.Session()
+            await session.write(pb.SessionRequest(open=pb.OpenSession(paced=True)))
+            assert (await session.read()).credits >= 16
+        busy.gate.close()
+        calls = [stack.generation.Generate(request(text=f"{n}", model="echo")) for n in range(4)]
+        await until(lambda: stack.process.driver.level_of("echo") == 2)
+        for model, session in sessions.items():
+            batch = request(request_id="r", text="a", model=model, terms={"priority": BATCH})
+            await session.write(pb.SessionRequest(generate=batch))
+        granted = 0
+        async with asyncio.timeout(WAIT_S):
+            while not granted:
+                granted += (await sessions["other"].read()).credits
+
+        def echo_gets_none() -> bool:
+            live = [session for session in stack.process._sessions._sessions if session._models == {"echo"}]
+            return [session._limits.credits(session._models) for session in live] == [0]
+
+        await until(echo_gets_none)
+        busy.gate.open()
+        for call in calls:
+            assert [event async for event in call]
+        for session in sessions.values():
+            session.cancel()
 
 
 async def test_half_of_the_clients_giving_up_while_queued_costs_nothing_and_leaks_nothing() -> None:
