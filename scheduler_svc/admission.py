@@ -22,7 +22,7 @@ from scheduler_svc.core.events import NewRequest
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.load import LoadGate
 from scheduler_svc.models import Model, ModelRegistry, Target
-from scheduler_svc.tokenization import EncodeChat, Encoded, EncodeText, KeySpec, TakeTokens
+from scheduler_svc.tokenization import EncodeChat, Encoded, EncodeJob, EncodeText, KeySpec, TakeTokens
 from scheduler_svc.tokenizer_pool import TokenizerPool
 from scheduler_svc.trimming import TrimSpec
 
@@ -78,9 +78,11 @@ class Admission:
         keys = KeySpec(self.root_key(target, arrival.tenant, call.terms.cache_salt), model.block_size)
         limits = self.gate.limits(call, model)
         trim = limits.trim if limits is not None else None
-        encoded = await self._encode(call, model, keys, trim)
+        # Read once: it changes with the fleet, also while the prompt is being tokenized.
+        context = model.max_model_len
+        encoded = await self._encode(call, model.text_key, context, keys, trim)
         prompt = await _unpack(encoded.token_ids)
-        resolved = _resolve(call, model, len(prompt))
+        resolved = _resolve(call, model, len(prompt), context)
         sampling = _clamp(resolved, limits.max_tokens if limits is not None else None)
         prompt_keys = keys_from_proto(encoded.keys)
         wanted = call.sampling.max_tokens or resolved.max_tokens
@@ -109,7 +111,7 @@ class Admission:
             clamped_max_tokens=sampling.max_tokens if lowered else None,
         )
 
-    async def encode(self, job: EncodeChat | EncodeText | TakeTokens, size_bytes: int) -> Encoded:
+    async def encode(self, job: EncodeJob, size_bytes: int) -> Encoded:
         """Return the tokens of an input; raises as `TokenizerPool.encode` does."""
         return await self._pool.encode(job, size_bytes)
 
@@ -125,16 +127,16 @@ class Admission:
         return root_key(model.revision, target.adapter or "", model.kv_dtype, model.block_size, salt)
 
     async def _encode(
-        self, call: GenerateCall, model: Model, keys: KeySpec, trim: TrimSpec | None
+        self, call: GenerateCall, text_key: str, context: int, keys: KeySpec, trim: TrimSpec | None
     ) -> Encoded:
         match call.prompt:
             case TextPrompt(text):
-                return await self.encode(EncodeText(model.text_key, text, keys=keys, trim=trim), len(text))
+                return await self.encode(EncodeText(text_key, context, text, keys=keys, trim=trim), len(text))
             case ChatPrompt(packed):
-                return await self.encode(EncodeChat(model.text_key, packed, keys, trim=trim), len(packed))
+                return await self.encode(EncodeChat(text_key, context, packed, keys, trim=trim), len(packed))
             case _:
                 packed = call.prompt.packed
-                return await self.encode(TakeTokens(model.text_key, packed, keys, trim), len(packed))
+                return await self.encode(TakeTokens(text_key, context, packed, keys, trim), len(packed))
 
     def _queue_deadline(self, terms: ServiceTerms, arrival: Arrival) -> float | None:
         timeout_s = terms.queue_timeout_s
@@ -177,14 +179,14 @@ async def _resumed_keys(
     return found
 
 
-def _resolve(call: GenerateCall, model: Model, prompt_tokens: int) -> SamplingParams:
+def _resolve(call: GenerateCall, model: Model, prompt_tokens: int, max_model_len: int) -> SamplingParams:
     """Return sampling with everything set that has to be."""
     sampling = model.resolve(call.sampling)
     violations: Violations = []
-    left = model.max_model_len - prompt_tokens
+    left = max_model_len - prompt_tokens
     max_tokens = min(sampling.max_tokens, left) if sampling.max_tokens is not None else left
     if call.sampling.max_tokens is not None and call.sampling.max_tokens > left and not call.terms.may_trim:
-        context = f"the prompt has {prompt_tokens} tokens and the context holds {model.max_model_len}"
+        context = f"the prompt has {prompt_tokens} tokens and the context holds {max_model_len}"
         problem = f"must be at most {left}: {context}, got {call.sampling.max_tokens}"
         violations.append(("sampling.max_tokens", problem))
     if sampling.min_tokens is not None and sampling.min_tokens > max_tokens:
@@ -195,12 +197,14 @@ def _resolve(call: GenerateCall, model: Model, prompt_tokens: int) -> SamplingPa
             violations.append(
                 (f"sampling.{field}", f"must name tokens below {model.vocab_size}, got {token_id}")
             )
+    clamped = call.accepted_as.max_tokens if call.accepted_as is not None else None
+    most = min(max_tokens, clamped) if clamped is not None else max_tokens
     for choice, resumed in call.resumed.items():
-        if len(resumed.token_ids) > max_tokens:
+        if len(resumed.token_ids) > most:
             violations.append(
                 (
                     f"resume[{choice}].token_ids",
-                    f"has {len(resumed.token_ids)} tokens, more than max_tokens ({max_tokens})",
+                    f"has {len(resumed.token_ids)} tokens, more than max_tokens ({most})",
                 )
             )
         elif max(resumed.token_ids) >= model.vocab_size:

@@ -56,6 +56,16 @@ class ResumedChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class AcceptedAs:
+    """How a request was accepted before its stream was lost."""
+
+    prompt_tokens: int
+    """Of its prompt as it was computed."""
+    max_tokens: int | None
+    """What max_tokens was lowered to, if it was."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateCall:
     """A request, right in itself; what depends on the model is checked when it is admitted."""
 
@@ -66,6 +76,8 @@ class GenerateCall:
     sampling: SamplingParams
     terms: ServiceTerms = ServiceTerms()
     resumed: Mapping[int, ResumedChoice] = field(default_factory=dict)
+    accepted_as: AcceptedAs | None = None
+    """Set only for a request that may be trimmed."""
     return_token_ids: bool = False
     skip_text: bool = False
     keep_special_tokens: bool = False

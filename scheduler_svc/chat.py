@@ -70,7 +70,7 @@ class ChatTemplate:
     that does not compile is reported when it is used, so that it harms only those who need it.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], max_chars: int) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
@@ -79,18 +79,18 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         self._source = source
         self._special_tokens = dict(special_tokens)
-        self._max_chars = max_chars
         self._broken: str | None = None
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             self._broken = f"the model's chat template does not compile: {error}"
 
-    def render(self, chat: pb.Chat) -> str:
+    def render(self, chat: pb.Chat, max_chars: int) -> str:
         """Return the prompt of a conversation.
 
         Raises:
-            InputError: the conversation is not one that the template takes, or the template fails.
+            InputError: the conversation is not one that the template takes or is longer than
+                `max_chars`, or the template fails.
         """
         if self._broken is not None:
             raise InputError("chat", self._broken, "CHAT_TEMPLATE")
@@ -101,9 +101,9 @@ class ChatTemplate:
             for part in self._template.generate(variables):
                 parts.append(part)
                 size += len(part)
-                if size > self._max_chars:
+                if size > max_chars:
                     raise InputError(
-                        "chat", f"the prompt is longer than {self._max_chars} characters", "PROMPT_TOO_LONG"
+                        "chat", f"the prompt is longer than {max_chars} characters", "PROMPT_TOO_LONG"
                     )
         except InputError:
             raise

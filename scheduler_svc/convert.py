@@ -17,6 +17,7 @@ from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.calls import (
+    AcceptedAs,
     ChatPrompt,
     GenerateCall,
     ResumedChoice,
@@ -50,6 +51,7 @@ def generate_from_proto(message: pb.GenerateRequest) -> GenerateCall:
         sampling=sampling,
         terms=_terms(message.terms, violations),
         resumed=_resumed(message.resume, sampling.n or 1, violations),
+        accepted_as=_accepted_as(message, violations),
         return_token_ids=message.return_token_ids,
         skip_text=message.skip_text,
         keep_special_tokens=message.keep_special_tokens,
@@ -131,6 +133,18 @@ def _resumed(
         elif message.shown_bytes:
             violations.append((f"resume[{index}].shown_bytes", "there is no text without tokens"))
     return resumed
+
+
+def _accepted_as(message: pb.GenerateRequest, violations: Violations) -> AcceptedAs | None:
+    if not message.HasField("accepted_as"):
+        return None
+    before = message.accepted_as
+    clamped = before.clamped_max_tokens if before.HasField("clamped_max_tokens") else None
+    if before.prompt_tokens == 0:
+        violations.append(("accepted_as.prompt_tokens", "must be positive"))
+    if clamped == 0:
+        violations.append(("accepted_as.clamped_max_tokens", "must be positive"))
+    return AcceptedAs(before.prompt_tokens, clamped) if message.terms.may_trim else None
 
 
 # Events

@@ -149,9 +149,13 @@ class Driver:
         return self._core.refusal_for_load(model, ask, self._clock())
 
     @property
-    def level(self) -> Level:
-        """The highest degradation level of any model."""
-        return self._core.level
+    def num_seats(self) -> int:
+        """Sequences that all workers together can run at once."""
+        return self._core.num_seats
+
+    def level_of(self, model: str) -> Level:
+        """Return the degradation level of a model. Call it on the event loop only."""
+        return self._core.level_of(model)
 
     def caps(self, model: str) -> Caps | None:
         """Return the limits in force for requests that may be trimmed. Call it on the event loop only."""

@@ -26,6 +26,8 @@ class Fleet:
         self._context = context
         self._links: dict[str, tuple[WorkerLink, asyncio.Task[None]]] = {}
         self._resolvers: list[asyncio.Task[None]] = []
+        self._unresolved: set[str] = set()
+        """DNS names that have not been looked up yet."""
 
     def __iter__(self) -> Iterator[WorkerLink]:
         return iter([link for link, _ in self._links.values()])
@@ -35,6 +37,7 @@ class Fleet:
         for target in self._targets:
             if target.startswith(DNS_PREFIX):
                 name = target.removeprefix(DNS_PREFIX)
+                self._unresolved.add(name)
                 self._resolvers.append(asyncio.create_task(self._follow(name)))
             else:
                 self._add(target)
@@ -54,6 +57,11 @@ class Fleet:
     def num_ready(self) -> int:
         """Workers that take requests."""
         return sum(link.status.state == "ready" for link in self)
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether an attempt to attach to each worker has succeeded or failed."""
+        return not self._unresolved and all(link.tried for link in self)
 
     def _add(self, address: str) -> None:
         link = WorkerLink(address, self._context)
@@ -78,6 +86,7 @@ class Fleet:
                 for address in gone:
                     await self._remove(address)
                 mine = (mine | found) - gone
+            self._unresolved.discard(name)
             await asyncio.sleep(_RESOLVE_EVERY_S)
 
 

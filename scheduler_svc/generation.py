@@ -88,22 +88,23 @@ class GenerationService:
         """Return the tokens of a text or a conversation."""
         request = accept(request)
         model = self._models.find(request.model).model
+        context = model.max_model_len
         job: EncodeText | EncodeChat
         match request.WhichOneof("input"):
             case "text":
                 special = not request.HasField("add_special_tokens") or request.add_special_tokens
-                job = EncodeText(model.text_key, request.text, special, want_pieces=request.return_pieces)
+                job = EncodeText(
+                    model.text_key, context, request.text, special, want_pieces=request.return_pieces
+                )
             case "chat":
                 packed = request.chat.SerializeToString()
-                job = EncodeChat(model.text_key, packed, want_pieces=request.return_pieces)
+                job = EncodeChat(model.text_key, context, packed, want_pieces=request.return_pieces)
             case _:
                 raise ServiceError.invalid(("input", "one of text and chat must be set"))
         encoded = await self._pool.encode(job, request.ByteSize())
         token_ids = array("I")
         token_ids.frombytes(encoded.token_ids)
-        return pb.TokenizeResponse(
-            token_ids=token_ids, pieces=encoded.pieces, max_model_len=model.max_model_len
-        )
+        return pb.TokenizeResponse(token_ids=token_ids, pieces=encoded.pieces, max_model_len=context)
 
     @answering
     async def detokenize(

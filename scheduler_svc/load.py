@@ -33,7 +33,8 @@ class Limits:
     """What a request that may be trimmed is cut down to."""
 
     trim: TrimSpec
-    max_tokens: int
+    max_tokens: int | None
+    """None leaves it as it is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +113,11 @@ class LoadGate:
             tokens = len(message.tokens.ids)
         else:
             tokens = int(message.ByteSize() / self._bytes_per_token.get(model.id, _BYTES_PER_TOKEN))
-        caps = self._driver.caps(model.id) if message.terms.may_trim else None
+        if not message.terms.may_trim:
+            return tokens
+        if message.HasField("accepted_as"):
+            return min(tokens, message.accepted_as.prompt_tokens)
+        caps = self._driver.caps(model.id)
         return min(tokens, caps.prompt_tokens) if caps is not None else tokens
 
     def enter(self, message: pb.GenerateRequest) -> Pending:
@@ -130,16 +135,20 @@ class LoadGate:
     def limits(self, call: GenerateCall, model: Model) -> Limits | None:
         """Return what a request is to be cut down to, if its client allows that and the load demands it.
 
-        One that resumes is left as it is: its tokens go on from the prompt it had.
+        One that was accepted before gets what it got then: its tokens go on from the prompt it had.
         """
         terms = call.terms
-        if not terms.may_trim or call.resumed:
+        if not terms.may_trim:
             return None
-        caps = self._driver.caps(model.id)
-        if caps is None:
+        before = call.accepted_as
+        if before is not None:
+            prompt_tokens, max_tokens = before.prompt_tokens, before.max_tokens
+        elif not call.resumed and (caps := self._driver.caps(model.id)) is not None:
+            prompt_tokens, max_tokens = caps.prompt_tokens, caps.max_tokens
+        else:
             return None
-        trim = TrimSpec(caps.prompt_tokens, terms.keep_head_tokens, terms.keep_tail_tokens)
-        return Limits(trim, caps.max_tokens)
+        trim = TrimSpec(prompt_tokens, terms.keep_head_tokens, terms.keep_tail_tokens)
+        return Limits(trim, max_tokens)
 
     def learn(self, model: str, num_bytes: int, tokens: int) -> None:
         """A prompt of so many bytes has so many tokens."""

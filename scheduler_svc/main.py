@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final, NoReturn
 
 import structlog
@@ -177,6 +177,7 @@ class SchedulerProcess:
                 on_step=board.step,
             ),
         )
+        self.models.fleet_is_tried = lambda: self.fleet.is_tried
         self._server, self._sessions = self._make_server(board, pins)
 
     @property
@@ -250,8 +251,8 @@ class SchedulerProcess:
         limits = SessionLimits(
             settings.max_backlog_bytes,
             settings.max_session_requests,
-            seats=lambda: sum(worker.max_num_seqs for worker in driver.snapshot().workers),
-            shedding=lambda: driver.level >= Level.SHED_BATCH,
+            seats=lambda: driver.num_seats,
+            shedding=self._shedding,
         )
         sessions = SessionService(intake, driver, limits)
         driver.on_level = sessions.top_up
@@ -271,6 +272,13 @@ class SchedulerProcess:
         )
         guard = self.access if settings.key_file is not None else None
         return SchedulerServer(services, settings.max_streams, guard), sessions
+
+    def _shedding(self, models: Collection[str]) -> bool:
+        """Return whether one of these models, or every one there is, sheds the batch class."""
+        level_of = self.driver.level_of
+        if models:
+            return max(level_of(model) for model in models) >= Level.SHED_BATCH
+        return min((level_of(model.id) for model in self.models), default=Level.NORMAL) >= Level.SHED_BATCH
 
     def _keys_changed(self, key_file: KeyFile) -> None:
         """The key file has been read, for the first time or again."""

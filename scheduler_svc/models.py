@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -87,9 +87,12 @@ class Model:
 
     @property
     def adapters(self) -> frozenset[str]:
-        """LoRA adapters that some worker has."""
-        present = [names for worker, names in self.adapters_of.items() if worker in self.workers]
-        return frozenset().union(*(present or self.adapters_of.values()))
+        """LoRA adapters that some worker has, or had when it was last here: requests wait for its return."""
+        return frozenset().union(*self.adapters_of.values())
+
+    def claims_adapter(self, name: str) -> bool:
+        """Return whether a worker that is attached, or about to be, has this LoRA adapter."""
+        return any(name in self.adapters_of[worker] for worker in self.claims)
 
     def resolve(self, sampling: SamplingParams) -> SamplingParams:
         """Fill what a request leaves open from the model's defaults; seed and max_tokens may stay open."""
@@ -114,6 +117,8 @@ class ModelRegistry:
         self._pool = pool
         self._models: dict[str, Model] = {}
         self._lock = asyncio.Lock()
+        self.fleet_is_tried: Callable[[], bool] = lambda: True
+        """Whether every worker there is has been asked once what it serves."""
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
@@ -139,9 +144,14 @@ class ModelRegistry:
         if name in self._models:
             return Target(self._models[name])
         if name:
-            for model in self:
-                if name in model.adapters:
-                    return Target(model, name)
+            owners = [model for model in self if name in model.adapters]
+            if owners:
+                # One whose workers are away may have left the name to another.
+                return Target(max(owners, key=lambda owner: owner.claims_adapter(name)), name)
+            if not self.fleet_is_tried():
+                raise ServiceError(
+                    "NO_WORKER", f"no worker with model {name!r} has connected yet", retry_after_s=1.0
+                )
         known = ", ".join(sorted([*self._models, *(name for model in self for name in model.adapters)]))
         if name:
             raise ServiceError(
@@ -173,9 +183,9 @@ class ModelRegistry:
                     f"it has (revision, kv dtype, block size, vocabulary, tokenizer) {fresh}, "
                     f"the others have {_identity_of(known)}"
                 )
-            known.claims.add(description.worker_id)
             known.context[description.worker_id] = description.max_model_len
             known.adapters_of[description.worker_id] = frozenset(description.adapters)
+            known.claims.add(description.worker_id)
             return known
 
     def _check_names(self, description: worker_pb2.WorkerDescription) -> None:
@@ -185,9 +195,9 @@ class ModelRegistry:
         for name in description.adapters:
             if name == own or any(name == model.id for model in others):
                 raise IncompatibleWorker(f"its adapter {name} has the name of a model")
-            if (owner := next((model for model in others if name in model.adapters), None)) is not None:
+            if (owner := next((model for model in others if model.claims_adapter(name)), None)) is not None:
                 raise IncompatibleWorker(f"model {owner.id} has an adapter {name}, too")
-        if any(own in model.adapters for model in others):
+        if any(model.claims_adapter(own) for model in others):
             raise IncompatibleWorker(f"its model {own} has the name of another model's adapter")
 
     def release(self, description: worker_pb2.WorkerDescription) -> None:
@@ -209,7 +219,6 @@ class ModelRegistry:
             special_tokens=dict(description.special_tokens),
             bos_token_id=description.bos_token_id if adds_bos else None,
             vocab_size=description.vocab_size,
-            max_model_len=description.max_model_len,
         )
         try:
             detokenizer: Detokenizer | None = await self._pool.load(spec)

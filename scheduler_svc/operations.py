@@ -161,11 +161,11 @@ class PinService:
         job: EncodeText | EncodeChat
         match request.WhichOneof("input"):
             case "text":
-                job = EncodeText(model.text_key, request.text, keys=keys)
+                job = EncodeText(model.text_key, model.max_model_len, request.text, keys=keys)
             case "system_prompt":
                 chat = pb.Chat(add_generation_prompt=False)
                 chat.messages.add(role="system", content=request.system_prompt)
-                job = EncodeChat(model.text_key, chat.SerializeToString(), keys)
+                job = EncodeChat(model.text_key, model.max_model_len, chat.SerializeToString(), keys)
             case _:
                 raise ServiceError.invalid(("input", "one of text and system_prompt must be set"))
         encoded = await self._admission.encode(job, request.ByteSize())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -34,15 +34,16 @@ class SessionLimits:
     seats: Callable[[], int]
     """Sequences that all workers together can run now."""
 
-    shedding: Callable[[], bool]
-    """Whether the load leaves no room for work that can wait."""
+    shedding: Callable[[Collection[str]], bool]
+    """Whether the load on one of these models leaves no room for work that can wait; on every model there
+    is, when none is named."""
 
-    def credits(self) -> int:
+    def credits(self, models: Collection[str]) -> int:
         """Return how many requests a paced session may have live: enough to keep all seats taken.
 
-        None while other work is refused: what a paced session has live goes on, and more comes later.
+        None while other work for its models is refused: what it has live goes on, and more comes later.
         """
-        return 0 if self.shedding() else min(self.max_requests, max(16, 2 * self.seats()))
+        return 0 if self.shedding(models) else min(self.max_requests, max(16, 2 * self.seats()))
 
 
 class Session:
@@ -64,6 +65,8 @@ class Session:
         self._stream = Stream(self._outbox, "session", rpc_deadline, key)
         self._requests: dict[str, asyncio.Task[LiveRequest] | LiveRequest] = {}
         """Requests by the client's name for them; a task while they are being admitted."""
+        self._models: set[str] = set()
+        """Those that it has had requests for."""
         self._unused_credits = 0
         self._messages = 0
         self._reading = True
@@ -96,7 +99,7 @@ class Session:
         """Grant what a paced session may send beyond what it has live and unused."""
         if not self._stream.paced:
             return
-        limit, quota = self._limits.credits(), self._intake.most_live(self._stream)
+        limit, quota = self._limits.credits(self._models), self._intake.most_live(self._stream)
         if quota is not None:
             limit = min(limit, quota)
         more = limit - self._unused_credits - len(self._requests)
@@ -174,8 +177,11 @@ class Session:
         if isinstance(error, ServiceError):
             self._refuse(request_id, error)
             self._done(request_id)
-        elif not task.result().ended:
-            self._requests[request_id] = task.result()
+            return
+        live = task.result()
+        self._models.add(live.request.model)
+        if not live.ended:
+            self._requests[request_id] = live
 
     def _spend_credit(self) -> bool:
         """Take a credit for a message, whatever becomes of it; return whether it had what it needs."""

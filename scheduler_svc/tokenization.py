@@ -38,7 +38,6 @@ class TextSpec:
     bos_token_id: int | None
     """Put before plain text when the tokenizer does not do so itself."""
     vocab_size: int
-    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,8 @@ class EncodeText:
     """Tokenize plain text."""
 
     model: str
+    max_model_len: int
+    """Tokens of the context at the moment: workers come and go."""
     text: str
     add_special_tokens: bool = True
     keys: KeySpec | None = None
@@ -66,6 +67,7 @@ class EncodeChat:
     """Render a conversation (a serialized octavo.v1.Chat) and tokenize it."""
 
     model: str
+    max_model_len: int
     chat: bytes
     keys: KeySpec | None = None
     want_pieces: bool = False
@@ -77,6 +79,7 @@ class TakeTokens:
     """Check token ids (a serialized octavo.v1.TokenIds)."""
 
     model: str
+    max_model_len: int
     tokens: bytes
     keys: KeySpec | None = None
     trim: TrimSpec | None = None
@@ -98,7 +101,8 @@ class MakeTable:
     model: str
 
 
-Job = EncodeText | EncodeChat | TakeTokens | Decode | MakeTable
+EncodeJob = EncodeText | EncodeChat | TakeTokens
+Job = EncodeJob | Decode | MakeTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +138,16 @@ class TextModel:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._table = make_table(self._tokenizer)
-        longest = self._table.longest_token_bytes if self._table is not None else 256
-        self._max_bytes = (spec.max_model_len + 1) * longest * _SLACK
+        self._longest_token_bytes = self._table.longest_token_bytes if self._table is not None else 256
         self._template = (
-            ChatTemplate(spec.chat_template, spec.special_tokens, self._max_bytes)
-            if spec.chat_template is not None
-            else None
+            ChatTemplate(spec.chat_template, spec.special_tokens) if spec.chat_template is not None else None
         )
 
     def run(self, job: Job) -> object:
         """Return the result of a job: Encoded, text or a table."""
         match job:
             case EncodeText():
-                text = self._encode(job.text, "text", add_special_tokens=job.add_special_tokens)
+                text = self._encode(job.text, "text", job, add_special_tokens=job.add_special_tokens)
                 return self._finish(cut(text, job.trim), "text", job)
             case EncodeChat():
                 return self._finish(self._encode_chat(job), "chat", job)
@@ -166,15 +167,20 @@ class TextModel:
         template = self._template
 
         def encode(chat: pb.Chat) -> array[int]:
-            return self._encode(template.render(chat), "chat", add_special_tokens=False)
+            text = template.render(chat, self._max_bytes(job))
+            return self._encode(text, "chat", job, add_special_tokens=False)
 
         return trim_chat(pb.Chat.FromString(job.chat), encode, job.trim)
 
-    def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> array[int]:
-        if len(text) > self._max_bytes:
+    def _max_bytes(self, job: EncodeJob) -> int:
+        """Return a size of text beyond which it cannot fit into the context."""
+        return (job.max_model_len + 1) * self._longest_token_bytes * _SLACK
+
+    def _encode(self, text: str, field: str, job: EncodeJob, *, add_special_tokens: bool) -> array[int]:
+        if len(text) > self._max_bytes(job):
             raise InputError(
                 field,
-                f"{len(text)} characters do not fit into a context of {self._spec.max_model_len} tokens",
+                f"{len(text)} characters do not fit into a context of {job.max_model_len} tokens",
                 "PROMPT_TOO_LONG",
             )
         ids = array("I", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -192,9 +198,7 @@ class TextModel:
             )
         return ids
 
-    def _finish(
-        self, prompt: tuple[array[int], int], field: str, job: EncodeText | EncodeChat | TakeTokens
-    ) -> Encoded:
+    def _finish(self, prompt: tuple[array[int], int], field: str, job: EncodeJob) -> Encoded:
         """Return a prompt with its keys and pieces; `prompt` is its tokens and how many were cut away."""
         ids, trimmed = prompt
         spec = job.keys
@@ -207,10 +211,10 @@ class TextModel:
             return Encoded(ids.tobytes(), pieces=pieces)
         if not ids:
             raise InputError(field, "the prompt is empty")
-        if len(ids) >= self._spec.max_model_len:
+        if len(ids) >= job.max_model_len:
             raise InputError(
                 field,
-                f"the prompt has {len(ids)} tokens, the context holds {self._spec.max_model_len} "
+                f"the prompt has {len(ids)} tokens, the context holds {job.max_model_len} "
                 "and must leave room for one more",
                 "PROMPT_TOO_LONG",
             )

@@ -22,13 +22,11 @@ from scheduler_svc.detokenizer import TokenTable
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.tokenization import (
     Decode,
-    EncodeChat,
     Encoded,
-    EncodeText,
+    EncodeJob,
     Failure,
     Job,
     MakeTable,
-    TakeTokens,
     TextSpec,
 )
 from scheduler_svc.tokenizer_child import HEADER
@@ -202,7 +200,7 @@ class TokenizerPool:
         assert result is None or isinstance(result, TokenTable)
         return result
 
-    async def encode(self, job: EncodeText | EncodeChat | TakeTokens, size_bytes: int) -> Encoded:
+    async def encode(self, job: EncodeJob, size_bytes: int) -> Encoded:
         """Return the prompt of an input.
 
         Raises:

@@ -110,6 +110,8 @@ class WorkerLink:
         self._detach_reason: str | None = None
         self._stub: worker_pb2_grpc.WorkerAsyncStub | None = None
         self.last_problem = ""
+        self.tried = False
+        """An attempt to attach has succeeded or failed."""
         self.model_id = ""
         self._incarnation = ""
         self.pin_budget_blocks = 0
@@ -296,6 +298,7 @@ class WorkerLink:
         self.last_problem = problem
 
     def _become(self, state: str) -> None:
+        self.tried = True
         if state == self.status.state:
             return
         was_attached = self.attached

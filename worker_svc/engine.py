@@ -109,8 +109,12 @@ class Engine:
         return self.memory.unpin(name)
 
     def drop_all(self) -> None:
-        """Drop all sequences and keep the cache and the pins; handles and steps start anew."""
+        """Drop all sequences and pins and keep the cache; handles and steps start anew.
+
+        A scheduler that attaches sends the pins that it knows before its first plan.
+        """
         self._roster.drop_all()
+        self.memory.unpin_all()
         self.memory.drop_abandoned()
         self._step_use = NO_STEP
         self._cancelled.clear()

@@ -42,7 +42,7 @@ class StepEngine(Protocol):
         """Let a pin go; return how many blocks it held alone."""
 
     def drop_all(self) -> None:
-        """Drop all sequences and keep the cache; handles start anew."""
+        """Drop all sequences and pins and keep the cache; handles start anew."""
 
     def welcome_keys(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
         """Return the keys in the device cache and in the host tier."""

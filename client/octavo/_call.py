@@ -148,6 +148,9 @@ class Call:
                 setattr(rest.terms, name, max(least_ms, round((at - now) * 1000)))
         if self.accepted is not None:
             rest.sampling.seed = self.accepted.seed
+            rest.accepted_as.prompt_tokens = self.accepted.prompt_tokens
+            if self.accepted.clamped_max_tokens is not None:
+                rest.accepted_as.clamped_max_tokens = self.accepted.clamped_max_tokens
         for index, output in enumerate(self._outputs):
             if output.token_ids:
                 rest.resume.add(

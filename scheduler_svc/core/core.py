@@ -201,9 +201,14 @@ class SchedulerCore:
         return take_snapshot(self._lifecycle, self._pools, now)
 
     @property
-    def level(self) -> Level:
-        """The highest degradation level of any model."""
-        return max((pool.door.level for pool in self._pools.values()), default=Level.NORMAL)
+    def num_seats(self) -> int:
+        """Sequences that all workers together can run at once."""
+        return sum(pool.num_seats for pool in self._pools.values())
+
+    def level_of(self, model: str) -> Level:
+        """Return the degradation level of a model."""
+        pool = self._pools.get(model)
+        return pool.door.level if pool is not None else Level.NORMAL
 
     def refusal_for_load(self, model: str, ask: Ask, now: float) -> CoreError | None:
         """Return why a request that is not tokenized yet would be refused for load. Changes nothing."""

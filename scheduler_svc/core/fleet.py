@@ -68,6 +68,8 @@ class ModelPool:
         """Tokens per block of all its workers; None until the first has come."""
         self.max_model_len: int | None = None
         """Tokens that the largest of its workers holds; None without workers."""
+        self.num_seats = 0
+        """Sequences that its workers can run at once."""
         self.idle: dict[str, WorkerState] = {}
         """Workers without a plan, those that drain left out."""
         self._veteran: WorkerState | None = None
@@ -101,6 +103,7 @@ class ModelPool:
                 for adapter in (None, *worker.info.adapters):
                     reach[adapter] = max(reach.get(adapter, 0), worker.info.max_model_len)
         self.queue.set_reach(reach)
+        self.num_seats = sum(worker.max_num_seqs for worker in self.workers.values())
 
     def stop_using(self, worker: WorkerState, now: float) -> None:
         """A worker takes nothing new."""

@@ -48,6 +48,11 @@ class Gate:
         if self._closed:
             assert self._steps.acquire(timeout=WAIT_S)
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether every step that was let go has begun."""
+        return not self._steps._value
+
     def close(self) -> None:
         """From now on steps wait."""
         self._closed = True

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
+from octavo import AsyncClient
+from octavo.aio import AsyncStream
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
-from tests.e2e.scheduler_stack import WAIT_S, Output, Stack, Worker, error_of, one_worker, request, until
+from tests.e2e.scheduler_stack import (
+    WAIT_S,
+    Output,
+    Stack,
+    Worker,
+    error_of,
+    one_worker,
+    request,
+    scheduler,
+    start_worker,
+    until,
+)
+from worker_svc.runner.sim import built_in_model
 
 ONE_SEAT = {"max_num_seqs": 1}
 INTERACTIVE, STANDARD, BATCH = (
@@ -148,6 +164,65 @@ async def test_level_is_told_in_status_metadata_and_events_and_trims_who_allows_
         await until(calm)
 
 
+@pytest.mark.parametrize("kind", ["text", "chat"])
+async def test_trimmed_request_goes_on_with_another_scheduler_from_the_prompt_that_it_had(kind: str) -> None:
+    flags = {
+        "overload_control": True,
+        "max_waiting_requests": 10,
+        "level_backlog": "0.3,none,none,none",
+        "level_wait": "none,none,none,none",
+        "trim_prompt_tokens": "64,64",
+        "trim_max_tokens": "100,100",
+    }
+    words = "".join(chr(97 + i % 26) for i in range(200))
+    turns: list[Any] = [{"role": "user", "content": words[i : i + 20]} for i in range(0, 200, 20)]
+    worker = await start_worker(max_num_seqs=1)
+    async with AsyncExitStack() as stacks:
+        stacks.push_async_callback(worker.stop)
+        first = await stacks.enter_async_context(scheduler(worker.address, **flags))
+        await first.wait_ready()
+        second = await stacks.enter_async_context(scheduler(worker.address))
+        client = await stacks.enter_async_context(
+            AsyncClient([f"127.0.0.1:{stack.port}" for stack in (first, second)])
+        )
+
+        def ask(text: str, turns: list[Any], **options: Any) -> AsyncStream:
+            return (
+                client.stream(text, ignore_eos=True, **options)
+                if kind == "text"
+                else client.chat_stream(turns, ignore_eos=True, **options)
+            )
+
+        calls = await occupy(first, worker, 3)
+        await until(lambda: first.process.driver.level_of("echo") == 1)
+        stream = ask(words, turns, max_tokens=150, may_trim=True, keep_head_tokens=10, keep_tail_tokens=5)
+        await until(lambda: waiting(first) == 4)
+        for call in calls:
+            call.cancel()
+        begun = asyncio.ensure_future(anext(stream))
+        while not begun.done():
+            worker.gate.let_go()
+            await until(lambda: begun.done() or worker.gate.is_spent)
+        text = begun.result().text
+        first.process.stop("test", 0.0)
+        await until(lambda: not first.process.accounts.live)
+        worker.gate.open()
+        text += "".join([delta.text async for delta in stream])
+        (choice,) = stream.result.choices
+        usage = choice.usage
+        assert usage is not None
+        assert second.process.accounts.live == 0
+        assert (await second.status()).outcomes["LENGTH"] == 1
+
+        # The echo says its prompt again and again: it is that of the first scheduler, as short and as cut.
+        cut = ask(words[:59] + words[-5:], [turns[0], turns[-1]], max_tokens=100)
+        assert text == choice.text == "".join([delta.text async for delta in cut])
+        assert cut.result.choices[0].usage is not None
+        assert usage.prompt_tokens == cut.result.choices[0].usage.prompt_tokens
+        assert usage.trimmed_tokens > 100
+        assert usage.completion_tokens == usage.clamped_max_tokens == 100
+
+
 async def test_classes_are_shed_from_below_and_a_paced_session_gets_no_credits_meanwhile() -> None:
     flags = {
         "overload_control": True,
@@ -177,6 +252,48 @@ async def test_classes_are_shed_from_below_and_a_paced_session_gets_no_credits_m
         paced.cancel()
         for call in calls:
             assert [event async for event in call]
+
+
+async def test_load_on_one_model_leaves_the_paced_work_of_another_alone() -> None:
+    flags = {
+        "overload_control": True,
+        "max_waiting_requests": 10,
+        "level_backlog": "0.1,0.2,none,none",
+        "level_wait": "none,none,none,none",
+    }
+    other = replace(built_in_model(), model_id="other")
+    busy, calm = await start_worker("w1", max_num_seqs=1), await start_worker("w2", info=other)
+    async with AsyncExitStack() as stacks:
+        for worker in (busy, calm):
+            stacks.push_async_callback(worker.stop)
+        stack = await stacks.enter_async_context(scheduler(busy.address, calm.address, **flags))
+        await stack.wait_ready(2)
+        sessions = {}
+        for model in ("echo", "other"):
+            session = sessions[model] = stack.generation.Session()
+            await session.write(pb.SessionRequest(open=pb.OpenSession(paced=True)))
+            assert (await session.read()).credits >= 16
+        busy.gate.close()
+        calls = [stack.generation.Generate(request(text=f"{n}", model="echo")) for n in range(4)]
+        await until(lambda: stack.process.driver.level_of("echo") == 2)
+        for model, session in sessions.items():
+            batch = request(request_id="r", text="a", model=model, terms={"priority": BATCH})
+            await session.write(pb.SessionRequest(generate=batch))
+        granted = 0
+        async with asyncio.timeout(WAIT_S):
+            while not granted:
+                granted += (await sessions["other"].read()).credits
+
+        def echo_gets_none() -> bool:
+            live = [session for session in stack.process._sessions._sessions if session._models == {"echo"}]
+            return [session._limits.credits(session._models) for session in live] == [0]
+
+        await until(echo_gets_none)
+        busy.gate.open()
+        for call in calls:
+            assert [event async for event in call]
+        for session in sessions.values():
+            session.cancel()
 
 
 async def test_half_of_the_clients_giving_up_while_queued_costs_nothing_and_leaks_nothing() -> None:

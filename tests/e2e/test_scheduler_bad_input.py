@@ -81,6 +81,17 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         {"text": "a", "resume": [{"token_ids": [40], "shown_bytes": 9}]},
         "resume[0].shown_bytes",
     ),
+    (
+        "resume longer than what max_tokens was lowered to",
+        {
+            "text": "a",
+            "resume": [{"token_ids": [40, 40]}],
+            "terms": {"may_trim": True},
+            "accepted_as": {"prompt_tokens": 1, "clamped_max_tokens": 1},
+        },
+        "resume[0].token_ids",
+    ),
+    ("accepted with an empty prompt", {"text": "a", "accepted_as": {}}, "accepted_as.prompt_tokens"),
     ("resumed token out of range", {"text": "a", "resume": [{"token_ids": [259]}]}, "resume[0].token_ids"),
 ]
 

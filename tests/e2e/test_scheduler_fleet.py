@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
+from scheduler_svc import worker_link
 from tests.e2e.scheduler_stack import (
+    WAIT_S,
     EchoRunner,
     Stack,
     error_of,
@@ -91,6 +94,31 @@ async def test_two_models_are_told_apart_by_name() -> None:
     finally:
         await first.stop()
         await second.stop()
+
+
+async def test_prompts_may_be_as_long_as_the_workers_of_the_moment_allow() -> None:
+    small, large = await start_worker("w1", max_model_len=64), await start_worker("w2")
+    text = "x" * 100
+
+    async def refusal(**sampling: int) -> common_pb2.Error:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.generate(text=text, sampling=sampling)
+        return error_of(caught.value)
+
+    try:
+        async with scheduler(small.address) as stack:
+            await stack.wait_ready()
+            error = await refusal()
+            assert (error.reason, "holds 64" in error.message) == ("PROMPT_TOO_LONG", True)
+            stack.process.fleet._add(large.address)
+            await stack.wait_ready(2)
+            assert (await stack.generate(text=text)).text[0] == text
+            await large.stop()
+            await until(lambda: stack.process.fleet.num_ready == 1)
+            error = await refusal(max_tokens=5)
+            assert (error.reason, "holds 64" in error.message) == ("PROMPT_TOO_LONG", True)
+    finally:
+        await small.stop()
 
 
 async def test_standby_takes_over_when_the_first_scheduler_is_gone() -> None:
@@ -181,6 +209,73 @@ async def test_adapter_named_as_model_is_applied_and_shares_no_cache_with_the_ba
     error = error_of(failure.value)
     assert error.reason == "UNKNOWN_MODEL"
     assert "critic, echo, poet" in error.message
+
+
+async def test_unknown_model_is_unknown_only_once_all_workers_have_been_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_link, "_DESCRIBE_TIMEOUT_S", WAIT_S)
+    first = await start_worker("w1")
+    late = await start_worker("w2")
+    await late.stop()
+
+    async def refusal(model: str) -> common_pb2.Error:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.generate(text="a", model=model)
+        return error_of(caught.value)
+
+    try:
+        async with scheduler(first.address, late.address) as stack:
+            await stack.wait_ready()
+            error = await refusal("other")
+            assert (error.reason, error.retry_delay_ms > 0) == ("NO_WORKER", True)
+            other = replace(built_in_model(), model_id="other")
+            late = await start_worker("w2", port=int(port_of(late.address)), info=other)
+            await stack.wait_ready(2)
+            assert (await stack.generate(text="a", model="other")).text[0] == "a"
+            assert (await refusal("third")).reason == "UNKNOWN_MODEL"
+            await late.stop()
+            await until(lambda: stack.process.fleet.num_ready == 1)
+            assert (await refusal("third")).reason == "UNKNOWN_MODEL"
+    finally:
+        await first.stop()
+
+
+async def test_requests_for_an_adapter_wait_for_the_return_of_its_only_worker() -> None:
+    poet = replace(built_in_model(), model_id="echo", adapters=("poet",))
+    plain, adapted = await start_worker("w1"), await start_worker("w2", info=poet)
+    try:
+        async with scheduler(plain.address, adapted.address) as stack:
+            await stack.wait_ready(2)
+            await adapted.stop()
+            await until(lambda: stack.process.fleet.num_ready == 1)
+            waiting = asyncio.create_task(stack.generate(text="a verse", model="poet"))
+            await until(lambda: stack.process.accounts.live)
+            assert (await stack.generate(text="prose")).text[0] == "prose"
+            adapted = await start_worker("w2", port=int(port_of(adapted.address)), info=poet)
+            assert (await waiting).text[0] == "a verse"
+            await adapted.stop()
+    finally:
+        await plain.stop()
+
+
+async def test_adapter_that_went_to_another_model_is_found_there() -> None:
+    names = ("echo", "other")
+    infos = [replace(built_in_model(), model_id=name, adapters=("poet",)) for name in names]
+    former = await start_worker("w1", info=infos[0])
+    plain = await start_worker("w2", info=replace(infos[0], adapters=()))
+    try:
+        async with scheduler(former.address, plain.address) as stack:
+            await stack.wait_ready(2)
+            await former.stop()
+            await until(lambda: stack.process.fleet.num_ready == 1)
+            latter = await start_worker("w3", info=infos[1])
+            stack.process.fleet._add(latter.address)
+            await stack.wait_ready(2)
+            assert (await stack.generate(text="a verse", model="poet")).text[0] == "a verse"
+            await latter.stop()
+    finally:
+        await plain.stop()
 
 
 async def test_worker_whose_adapter_is_named_as_a_model_is_kept_out() -> None:

@@ -387,6 +387,42 @@ async def test_pins_beyond_the_budget_are_refused() -> None:
         assert (await stack.operations.PinPrefix(first)).blocks == 7
 
 
+async def test_pins_end_with_their_scheduler_and_follow_a_worker_that_attaches_again() -> None:
+    worker = await start_worker(pin_budget_blocks=8)
+    first = operations_pb2.PinPrefixRequest(name="first", text="x" * 100)
+    second = operations_pb2.PinPrefixRequest(name="second", text="y" * 120)
+
+    async def holds(blocks: int) -> None:
+        async def held() -> bool:
+            return bool((await worker.pool()).pinned == blocks)
+
+        await until(held)
+
+    try:
+        async with scheduler(worker.address) as stack:
+            await stack.wait_ready()
+            await stack.operations.PinPrefix(first)
+            await stack.generate(text=first.text)
+            await holds(6)
+        async with scheduler(worker.address) as stack:
+            await stack.wait_ready()
+            await stack.operations.PinPrefix(second)
+            await stack.generate(text=second.text)
+            await holds(7)
+            link = next(iter(stack.process.fleet))
+            link.detach("test")
+            await until(lambda: not link.attached)
+            await until(lambda: link.attached)
+            await holds(7)
+            link.detach("test")
+            await until(lambda: not link.attached)
+            await stack.operations.UnpinPrefix(operations_pb2.UnpinPrefixRequest(name="second"))
+            await until(lambda: link.attached)
+            await holds(0)
+    finally:
+        await worker.stop()
+
+
 async def test_tokenize_and_detokenize_are_each_others_inverse(pair: Pair) -> None:
     stack, _ = pair
     text = "Grüße 🎉"

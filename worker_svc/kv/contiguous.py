@@ -92,6 +92,9 @@ class ContiguousMemory:
         """Nothing is pinned."""
         return 0
 
+    def unpin_all(self) -> None:
+        """Nothing is pinned."""
+
     def take_key_events(self) -> KeyEvents:
         """Nothing is cached."""
         return KeyEvents()

@@ -150,6 +150,9 @@ class KvMemory(Protocol):
     def unpin(self, name: str) -> int:
         """End a pin; return how many blocks it held alone."""
 
+    def unpin_all(self) -> None:
+        """End all pins; what they held stays cached."""
+
     def take_key_events(self) -> KeyEvents:
         """Return what became of cached keys since the last call."""
 

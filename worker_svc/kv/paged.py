@@ -197,6 +197,10 @@ class PagedMemory:
         """End a pin; return how many blocks it held alone."""
         return len(self._pins.set(name, ()))
 
+    def unpin_all(self) -> None:
+        """End all pins; what they held stays cached."""
+        self._pins.clear()
+
     def take_key_events(self) -> KeyEvents:
         """Return what became of cached keys since the last call."""
         return self._ledger.take()

@@ -54,6 +54,11 @@ class Pins:
         self._pool.release([self._held.pop(key) for key in released])
         return released
 
+    def clear(self) -> None:
+        """End all pins."""
+        for name in list(self._keys_of):
+            self.set(name, ())
+
     def published(self, key: bytes, block: int) -> None:
         """Hold a published block if its key is pinned."""
         if key in self._wanted and key not in self._held:

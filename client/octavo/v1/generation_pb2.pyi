@@ -31,6 +31,7 @@ class GenerateRequest(google.protobuf.message.Message):
     SKIP_TEXT_FIELD_NUMBER: builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     API_KEY_FIELD_NUMBER: builtins.int
+    ACCEPTED_AS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the client, unique among its live requests; drawn by the server when empty.
     At most 128 characters.
@@ -63,6 +64,12 @@ class GenerateRequest(google.protobuf.message.Message):
     def resume(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ResumedChoice]:
         """Tokens already generated, by choice index: generation continues after them and repeats nothing."""
 
+    @property
+    def accepted_as(self) -> global___AcceptedAs:
+        """What Accepted had said before its stream was lost: it is trimmed and clamped just so, whatever the
+        load, and goes on from the prompt that it had. Without may_trim it changes nothing.
+        """
+
     def __init__(
         self,
         *,
@@ -78,9 +85,10 @@ class GenerateRequest(google.protobuf.message.Message):
         skip_text: builtins.bool = ...,
         keep_special_tokens: builtins.bool = ...,
         api_key: builtins.str | None = ...,
+        accepted_as: global___AcceptedAs | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_api_key", b"_api_key", "api_key", b"api_key", "chat", b"chat", "input", b"input", "sampling", b"sampling", "terms", b"terms", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_api_key", b"_api_key", "api_key", b"api_key", "chat", b"chat", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "request_id", b"request_id", "resume", b"resume", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "skip_text", b"skip_text", "terms", b"terms", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_api_key", b"_api_key", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "input", b"input", "sampling", b"sampling", "terms", b"terms", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_api_key", b"_api_key", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "request_id", b"request_id", "resume", b"resume", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "skip_text", b"skip_text", "terms", b"terms", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_api_key", b"_api_key"]) -> typing.Literal["api_key"] | None: ...
     @typing.overload
@@ -163,6 +171,28 @@ class ResumedChoice(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["choice", b"choice", "shown_bytes", b"shown_bytes", "token_ids", b"token_ids"]) -> None: ...
 
 global___ResumedChoice = ResumedChoice
+
+@typing.final
+class AcceptedAs(google.protobuf.message.Message):
+    """Of an Accepted, what decides how a request goes on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    CLAMPED_MAX_TOKENS_FIELD_NUMBER: builtins.int
+    prompt_tokens: builtins.int
+    clamped_max_tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        prompt_tokens: builtins.int = ...,
+        clamped_max_tokens: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_clamped_max_tokens", b"_clamped_max_tokens", "clamped_max_tokens", b"clamped_max_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_clamped_max_tokens", b"_clamped_max_tokens", "clamped_max_tokens", b"clamped_max_tokens", "prompt_tokens", b"prompt_tokens"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_clamped_max_tokens", b"_clamped_max_tokens"]) -> typing.Literal["clamped_max_tokens"] | None: ...
+
+global___AcceptedAs = AcceptedAs
 
 @typing.final
 class ServiceTerms(google.protobuf.message.Message):

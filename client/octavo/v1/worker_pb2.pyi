@@ -496,7 +496,7 @@ global___Cancel = Cancel
 
 @typing.final
 class Pin(google.protobuf.message.Message):
-    """Replaces the pin of that name; no keys unpins."""
+    """Replaces the pin of that name; no keys unpins. Ends with the stream."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -152,6 +152,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         self.tokenizing = 0
         self.may_tokenize = asyncio.Event()
         self.may_tokenize.set()
+        self.accepting: dict[str, int] = {"prompt_tokens": 3}
         self.credits_per_session = 4
         self.most_live = 0
         self._allowed = FREE_RUN
@@ -264,7 +265,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
             )
             for index in range(max(1, request.sampling.n))
         ]
-        accepted = pb.Accepted(request_id=request.request_id, seed=seed, prompt_tokens=3, queue_position=2)
+        accepted = pb.Accepted(request_id=request.request_id, seed=seed, queue_position=2, **self.accepting)
         self._send(session, pb.RequestEvent(request_id=request.request_id, accepted=accepted))
         if self.dying_after_accepted:
             session.live.clear()

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 from octavo import AsyncClient, InvalidRequestError, RequestCancelledError, UnavailableError
+from octavo.v1 import generation_pb2 as pb
 
 from tests.unit.client.fake_scheduler import WAIT_S, FakeScheduler, expected_text, token_id
 
@@ -81,6 +82,25 @@ async def test_deadline_of_a_resumed_request_counts_from_its_start(
     assert second.terms.deadline_ms < first.terms.deadline_ms
     assert first.terms.HasField("ttft_deadline_ms")
     assert not second.terms.HasField("ttft_deadline_ms")
+
+
+async def test_request_that_resumes_says_how_it_was_accepted(
+    client: AsyncClient, scheduler: FakeScheduler
+) -> None:
+    scheduler.accepting = {"prompt_tokens": 9, "trimmed_tokens": 5, "clamped_max_tokens": 3}
+    await scheduler.hold(1)
+    stream = client.stream("hello", max_tokens=3)
+    await anext(stream)
+    port = scheduler.port
+    await scheduler.stop()
+    scheduler.accepting = {"prompt_tokens": 14}
+    await scheduler.start(port)
+    await scheduler.allow()
+    _ = [delta async for delta in stream]
+
+    first, second = scheduler.requests
+    assert not first.HasField("accepted_as")
+    assert second.accepted_as == pb.AcceptedAs(prompt_tokens=9, clamped_max_tokens=3)
 
 
 async def test_first_scheduler_dies_the_second_takes_over(scheduler: FakeScheduler) -> None:

@@ -17,8 +17,8 @@ CHATML = (
 
 
 def render(source: str, messages: Any, **fields: Any) -> str:
-    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, max_chars=1000)
-    return template.render(pb.Chat(messages=messages, **fields))
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    return template.render(pb.Chat(messages=messages, **fields), max_chars=1000)
 
 
 def refusal(source: str, messages: Any, **fields: Any) -> tuple[str, str, str]:

@@ -9,12 +9,14 @@ from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.calls import GenerateCall, ResumedChoice, ServiceTerms, TextPrompt
 from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.convert import generate_from_proto
 from scheduler_svc.core.door import Ask
 from scheduler_svc.core.errors import CoreError, Reason
 from scheduler_svc.core.overload import Caps
 from scheduler_svc.driver import Driver
-from scheduler_svc.load import LoadGate
+from scheduler_svc.load import Limits, LoadGate
 from scheduler_svc.models import Model, ModelRegistry
+from scheduler_svc.trimming import TrimSpec
 
 
 class Models:
@@ -131,3 +133,20 @@ def test_only_what_may_be_trimmed_and_does_not_resume_is_cut() -> None:
     assert load.limits(plain, models.model) is None
     core.limits = None
     assert load.limits(call, models.model) is None
+
+
+@pytest.mark.parametrize("caps", [None, Caps(prompt_tokens=64, max_tokens=16)])
+def test_what_was_accepted_before_is_cut_as_it_was_then_whatever_the_load(caps: Caps | None) -> None:
+    load, core, models = gate()
+    core.limits = caps
+    terms = {"may_trim": True, "keep_head_tokens": 3}
+    accepted_as = {"prompt_tokens": 30, "clamped_max_tokens": 5}
+    message = pb.GenerateRequest(text="x" * 400, terms=terms, accepted_as=accepted_as)
+    assert load.estimate(message, models.model) == 30
+    limits = load.limits(generate_from_proto(message), models.model)
+    assert limits == Limits(TrimSpec(30, keep_head=3), 5)
+    message.accepted_as.ClearField("clamped_max_tokens")
+    limits = load.limits(generate_from_proto(message), models.model)
+    assert limits == Limits(TrimSpec(30, keep_head=3), None)
+    message.terms.may_trim = False
+    assert load.limits(generate_from_proto(message), models.model) is None

@@ -44,9 +44,9 @@ SPEC = TextSpec(
     special_tokens={},
     bos_token_id=None,
     vocab_size=259,
-    max_model_len=4096,
 )
 KEYS = KeySpec(b"root", 16)
+CONTEXT = 4096
 LOOPS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {
     "services": event_loop.run,
     "standard": asyncio.run,
@@ -74,7 +74,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def length(pool: TokenizerPool, text: str, model: str = "m") -> int:
     """How many tokens the pool makes of a text."""
-    return len(ids_of(await pool.encode(EncodeText(model, text), len(text))))
+    return len(ids_of(await pool.encode(EncodeText(model, CONTEXT, text), len(text))))
 
 
 @asynccontextmanager
@@ -102,12 +102,12 @@ def ids_of(encoded: Encoded) -> list[int]:
 
 
 async def test_text_becomes_tokens_and_keys(pool: TokenizerPool) -> None:
-    encoded = await pool.encode(EncodeText("m", "x" * 40, keys=KEYS), 40)
+    encoded = await pool.encode(EncodeText("m", CONTEXT, "x" * 40, keys=KEYS), 40)
     ids = ids_of(encoded)
     assert len(ids) == 40
     assert encoded.keys == b"".join(chain(b"root", ids, 16))
     packed = pb.TokenIds(ids=ids).SerializeToString()
-    assert ids_of(await pool.encode(TakeTokens("m", packed, KEYS), 40)) == ids
+    assert ids_of(await pool.encode(TakeTokens("m", CONTEXT, packed, KEYS), 40)) == ids
     assert await pool.decode(Decode("m", packed, keep_special=False)) == "x" * 40
 
 
@@ -138,10 +138,29 @@ async def test_child_of_a_parent_that_was_killed_ends_without_a_word(when: str, 
 
 async def test_bos_is_put_before_text_once(pool: TokenizerPool) -> None:
     await pool.load(replace(SPEC, model="with bos", bos_token_id=1))
-    assert ids_of(await pool.encode(EncodeText("with bos", "a"), 1))[0] == 1
-    again = ids_of(await pool.encode(EncodeText("with bos", "<|im_start|>a"), 1))
+    assert ids_of(await pool.encode(EncodeText("with bos", CONTEXT, "a"), 1))[0] == 1
+    again = ids_of(await pool.encode(EncodeText("with bos", CONTEXT, "<|im_start|>a"), 1))
     assert again.count(1) == 1
-    assert 1 not in ids_of(await pool.encode(EncodeText("with bos", "a", add_special_tokens=False), 1))
+    assert 1 not in ids_of(
+        await pool.encode(EncodeText("with bos", CONTEXT, "a", add_special_tokens=False), 1)
+    )
+
+
+async def test_prompt_is_held_to_the_context_of_its_own_time(pool: TokenizerPool) -> None:
+    chat = pb.Chat()
+    chat.messages.add(role="user", content="x" * 200)
+    ids = pb.TokenIds(ids=range(3, 203))
+    jobs = (
+        EncodeText("m", CONTEXT, "x" * 200, keys=KEYS),
+        EncodeChat("m", CONTEXT, chat.SerializeToString(), KEYS),
+        TakeTokens("m", CONTEXT, ids.SerializeToString(), KEYS),
+    )
+    for job in jobs:
+        for context in (3, 200):
+            with pytest.raises(ServiceError) as caught:
+                await pool.encode(replace(job, max_model_len=context), 200)
+            assert caught.value.reason == "PROMPT_TOO_LONG"
+        assert len(ids_of(await pool.encode(replace(job, max_model_len=201), 200))) == 200
 
 
 @on_each_loop
@@ -201,7 +220,7 @@ async def test_jobs_that_wait_long_for_a_child_are_refused_with_a_retry_delay(
         with no_new_files():
             for size_bytes in (1, 1 << 20):
                 with pytest.raises(ServiceError, match=os.strerror(errno.EMFILE)) as caught:
-                    await pool.encode(EncodeText("m", "a"), size_bytes)
+                    await pool.encode(EncodeText("m", CONTEXT, "a"), size_bytes)
                 assert caught.value.reason == "QUEUE_FULL"
                 assert caught.value.retry_after_s
         assert await length(pool, "again") == 5
@@ -245,17 +264,17 @@ async def test_template_that_never_ends_is_stopped_and_others_go_on() -> None:
     chat = pb.Chat(template_vars_json='{"spin": true}')
     chat.messages.add(role="user", content="a")
     async with running(timeout_s=5) as pool:
-        endless = asyncio.create_task(pool.encode(EncodeChat("m", chat.SerializeToString()), 10))
-        others = [pool.encode(EncodeText("m", f"number {index}"), 10) for index in range(50)]
+        endless = asyncio.create_task(pool.encode(EncodeChat("m", CONTEXT, chat.SerializeToString()), 10))
+        others = [pool.encode(EncodeText("m", CONTEXT, f"number {index}"), 10) for index in range(50)]
         assert len(await asyncio.gather(*others)) == 50
         with pytest.raises(ServiceError, match="longer than 5 s") as caught:
             await endless
         assert caught.value.reason == "TOKENIZER_FAILED"
-        assert len(ids_of(await pool.encode(EncodeText("m", "after"), 5))) == 5
+        assert len(ids_of(await pool.encode(EncodeText("m", CONTEXT, "after"), 5))) == 5
 
 
 async def test_jobs_beyond_the_bound_are_refused(pool: TokenizerPool) -> None:
-    jobs = [pool.encode(EncodeText("m", "a"), 1) for _ in range(3000)]
+    jobs = [pool.encode(EncodeText("m", CONTEXT, "a"), 1) for _ in range(3000)]
     results = await asyncio.gather(*jobs, return_exceptions=True)
     refused = [result for result in results if isinstance(result, ServiceError)]
     assert refused
@@ -266,7 +285,7 @@ async def test_jobs_beyond_the_bound_are_refused(pool: TokenizerPool) -> None:
 async def test_tokenizer_that_does_not_load_is_an_error_of_its_own(pool: TokenizerPool) -> None:
     with pytest.raises(ServiceError, match="tokenizer failed"):
         await pool.load(replace(SPEC, model="broken", tokenizer_json=b"{"))
-    assert len(ids_of(await pool.encode(EncodeText("m", "fine"), 4))) == 4
+    assert len(ids_of(await pool.encode(EncodeText("m", CONTEXT, "fine"), 4))) == 4
 
 
 async def test_closed_pool_leaves_no_process() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -51,9 +53,9 @@ def trim(
     conversation: pb.Chat, spec: TrimSpec | None, source: str = CHATML, most: int = 10**6
 ) -> tuple[str, int]:
     """Trim with one token per byte."""
-    template = ChatTemplate(source, {}, most)
+    template = ChatTemplate(source, {})
     ids, trimmed = trim_chat(
-        conversation, lambda part: array("I", list(template.render(part).encode())), spec
+        conversation, lambda part: array("I", list(template.render(part, most).encode())), spec
     )
     return bytes(list(ids)).decode(), trimmed
 
@@ -92,6 +94,20 @@ def test_chat_keeps_turns_that_reach_into_the_head_and_the_tail_that_are_kept() 
     assert text == f"<system>be kind<user>{'u1' * 10}<assistant>{'a1' * 10}<user>u3<assistant>"
     text, _ = trim(TALK, TrimSpec(1, keep_tail=40))
     assert text.startswith("<system>be kind<user>u2u2")
+
+
+def test_prompt_trimmed_again_to_the_size_it_got_is_the_same() -> None:
+    generator = random.Random(6)
+    for _ in range(300):
+        ids = array("I", range(generator.randint(1, 80)))
+        spec = TrimSpec(generator.randint(0, 60), generator.randint(0, 40), generator.randint(0, 40))
+        kept, trimmed = cut(ids, spec)
+        assert cut(ids, replace(spec, max_tokens=len(kept))) == (kept, trimmed)
+        spec = TrimSpec(
+            generator.randint(0, len(WHOLE) + 5), generator.randint(0, 60), generator.randint(0, 60)
+        )
+        text, trimmed = trim(TALK, spec)
+        assert trim(TALK, replace(spec, max_tokens=len(text))) == (text, trimmed)
 
 
 def test_chat_that_is_too_long_to_be_rendered_whole_is_trimmed_all_the_same() -> None:

@@ -204,9 +204,13 @@ def test_pin_replaces_that_of_its_name_and_shares_blocks_with_others() -> None:
     assert driver.engine.pool_report().evictable == 4
 
 
-def test_pins_outlive_the_scheduler() -> None:
+def test_pins_end_with_their_scheduler_and_their_blocks_stay_cached() -> None:
     driver = Driver(num_blocks=13, max_model_len=36, pin_budget_blocks=4)
     driver.finish(request([*PROMPT, 48], 1))
     driver.engine.pin("system", driver.keys(PROMPT))
     driver.reattach()
-    assert driver.engine.pool_report().pinned == 4
+    pool = driver.engine.pool_report()
+    assert (pool.pinned, pool.evictable) == (0, 4)
+    assert driver.engine.pin("other", driver.keys(OTHER[:16])).accepted
+    report = driver.step(request([*PROMPT, 49], 1))
+    assert report.admitted[0].cached_tokens == 16

@@ -48,6 +48,17 @@ def test_requests_wait_for_the_only_worker_to_come_back() -> None:
     desk.finish()
 
 
+def test_seats_are_those_of_the_workers_that_are_here() -> None:
+    desk = Desk(worker(max_num_seqs=8), worker("w1", max_num_seqs=3))
+    assert desk.core.num_seats == 11
+    desk.attach(desk.workers["w1"])
+    assert desk.core.num_seats == 11
+    desk.core.worker_down("w0", desk.now)
+    assert desk.core.num_seats == 3
+    desk.core.worker_down("w1", desk.now)
+    assert desk.core.num_seats == 0
+
+
 def test_worker_that_owes_a_report_for_too_long_is_let_go() -> None:
     desk = Desk(step_watchdog_s=5.0)
     desk.submit(20)

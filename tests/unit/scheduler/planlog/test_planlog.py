@@ -63,6 +63,7 @@ NOT_LOGGED = {
     "caps",
     "explain_to",
     "find",
+    "level_of",
     "next_wakeup",
     "queue_position",
     "refusal_for_load",
