@@ -229,7 +229,8 @@ class SchedulerProcess:
                 await self._drain(vital)
             for task in vital:
                 if task.done():
-                    log.critical("task_died", task=task.get_name(), exc_info=task.exception())
+                    bug = None if task.cancelled() else task.exception()
+                    log.critical("task_died", task=task.get_name(), exc_info=bug)
                     return EXIT_FAILED
         finally:
             await self._server.stop(_CLOSE_S)

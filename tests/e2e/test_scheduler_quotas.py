@@ -84,11 +84,13 @@ async def test_tenant_over_a_quota_is_refused_and_the_others_are_not(tmp_path: P
             assert status.outcomes == {"STOP": 22, "QUOTA_EXCEEDED": 15}
 
 
-async def test_refusal_for_a_quota_reaches_no_tokenizer(tmp_path: Path) -> None:
+async def test_refusal_for_a_quota_reaches_no_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quotas = "[tenants.user]\nrequests_per_minute = 1\n"
     async with service(tmp_path / "keys.toml", quotas) as (stack, _), client(stack, "user") as user:
         await user.generate("once")
-        await stack.process.pool.close()
+        monkeypatch.setattr(stack.process.pool, "encode", None)
         with pytest.raises(octavo.OverloadedError):
             await user.generate("twice")
 
