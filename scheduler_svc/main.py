@@ -152,6 +152,7 @@ class SchedulerProcess:
             lambda: [link.status for link in self.fleet],
             settings.price_per_gpu_hour,
         )
+        board.pins = pins
         if self._key_file is not None:
             watch = self._key_file
             board.key_file_problem = lambda: watch.problem

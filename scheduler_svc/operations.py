@@ -23,7 +23,7 @@ from scheduler_svc.parsing import Malformed, accept
 from scheduler_svc.pins import Pin, PinBoard, PinPort
 from scheduler_svc.rpc import Context, answering
 from scheduler_svc.status import StatusBoard
-from scheduler_svc.tokenization import EncodeChat, EncodeText, KeySpec
+from scheduler_svc.tokenization import EncodeChat, EncodeText, KeySpec, TakeTokens
 from scheduler_svc.worker_link import WorkerLink
 
 _MIN_INTERVAL_MS: Final = 100
@@ -156,7 +156,7 @@ class PinService:
             tenant = named
         root = self._admission.root_key(target, tenant.name, request.cache_salt)
         keys = KeySpec(root, model.block_size)
-        job: EncodeText | EncodeChat
+        job: EncodeText | EncodeChat | TakeTokens
         match request.WhichOneof("input"):
             case "text":
                 job = EncodeText(model.text_key, request.text, keys=keys)
@@ -164,18 +164,33 @@ class PinService:
                 chat = pb.Chat(add_generation_prompt=False)
                 chat.messages.add(role="system", content=request.system_prompt)
                 job = EncodeChat(model.text_key, chat.SerializeToString(), keys)
+            case "tokens":
+                job = TakeTokens(model.text_key, request.tokens.SerializeToString(), keys)
+            case "chat":
+                chat = request.chat
+                if not chat.HasField("add_generation_prompt"):
+                    # The header of an answer would end the prefix where conversations go on.
+                    chat.add_generation_prompt = False
+                job = EncodeChat(model.text_key, chat.SerializeToString(), keys)
             case _:
-                raise ServiceError.invalid(("input", "one of text and system_prompt must be set"))
+                raise ServiceError.invalid(
+                    ("input", "one of text, tokens, chat and system_prompt must be set")
+                )
         encoded = await self._admission.encode(job, request.ByteSize())
-        pin = Pin(model.id, request.name, keys_from_proto(encoded.keys))
+        pin = Pin(model.id, request.name, tuple(dict.fromkeys(keys_from_proto(encoded.keys))))
         tokens = len(encoded.token_ids) // 4
         if not pin.keys:
             field = str(request.WhichOneof("input"))
             raise ServiceError.invalid(
                 (field, f"has {tokens} tokens, less than a block of {model.block_size}")
             )
-        workers = self._pins.put(pin, self._ports())
-        return operations_pb2.PinPrefixResponse(tokens=tokens, blocks=len(pin.keys), workers=workers)
+        placement = self._pins.put(pin, self._ports())
+        return operations_pb2.PinPrefixResponse(
+            tokens=tokens,
+            blocks=len(pin.keys),
+            workers=len(placement.workers),
+            without_room=placement.without_room,
+        )
 
     @answering
     async def unpin_prefix(

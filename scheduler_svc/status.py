@@ -16,6 +16,7 @@ from scheduler_svc.core.snapshot import CoreSnapshot, OverloadSnapshot, QueueSna
 from scheduler_svc.driver import Driver
 from scheduler_svc.history import History
 from scheduler_svc.metrics import Metrics
+from scheduler_svc.pins import Pin
 from scheduler_svc.tenants import Tenants, TenantState
 from scheduler_svc.worker_link import LinkStatus
 
@@ -35,6 +36,7 @@ class StatusBoard:
         price_per_gpu_hour: float | None,
     ) -> None:
         self.key_file_problem: Callable[[], str | None] = lambda: None
+        self.pins: Iterable[Pin] = ()
         self._scheduler_id = scheduler_id
         self._driver = driver
         self._accounts = accounts
@@ -72,7 +74,18 @@ class StatusBoard:
             rates=self._rates(len(snapshot.workers)),
             tenants=map(_tenant, self._tenants),
             key_file_problem=self.key_file_problem(),
+            pins=self._pins(snapshot),
         )
+
+    def _pins(self, snapshot: CoreSnapshot) -> Iterable[operations_pb2.PinStatus]:
+        attached = {worker.worker_id for worker in snapshot.workers}
+        for pin in self.pins:
+            yield operations_pb2.PinStatus(
+                name=pin.name,
+                model=pin.model,
+                blocks=len(pin.keys),
+                workers=sorted(pin.workers & attached),
+            )
 
     def _workers(self, snapshot: CoreSnapshot) -> list[operations_pb2.WorkerStatus]:
         known = {worker.worker_id: worker for worker in snapshot.workers}

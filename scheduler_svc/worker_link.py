@@ -112,6 +112,11 @@ class WorkerLink:
         self.pin_budget_blocks = 0
 
     @property
+    def worker_id(self) -> str:
+        """Names the worker; empty until it has been described."""
+        return self.status.worker_id
+
+    @property
     def attached(self) -> bool:
         """Whether a stream to the worker is open."""
         return self.status.state in ("ready", "draining")
@@ -183,7 +188,9 @@ class WorkerLink:
             model = await context.models.claim(description)
             status.worker_id, status.model, status.runner = worker_id, model.id, description.runner
             self.model_id = model.id
-            self.pin_budget_blocks = description.geometry.pin_budget_blocks
+            geometry = description.geometry
+            # Contiguous memory shares nothing, so there is nothing to pin.
+            self.pin_budget_blocks = geometry.pin_budget_blocks if geometry.paged else 0
             await self._run_stream(stub, description, model)
         finally:
             context.models.release(description)
