@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, Final, cast
@@ -17,6 +17,7 @@ from octavo.sampling import SamplingParams
 from octavo.status import (
     HistoryPoint,
     OverloadStatus,
+    PinStatus,
     PoolStatus,
     QueueStatus,
     Rates,
@@ -68,6 +69,34 @@ def chat_request(messages: Messages, options: Mapping[str, Any]) -> pb.GenerateR
     own = {name: options[name] for name in _CHAT if name in options}
     request = _request({name: value for name, value in options.items() if name not in own})
     request.chat.CopyFrom(chat(messages, own))
+    return request
+
+
+def pin_request(
+    name: str, prefix: Prompt | Messages, options: Mapping[str, Any]
+) -> operations_pb2.PinPrefixRequest:
+    """Return the request to pin text, token ids, or the beginning of a conversation.
+
+    Raises:
+        InvalidRequestError: a value is out of range; the field is named.
+    """
+    request = operations_pb2.PinPrefixRequest()
+    for field, value in {"name": name, **options}.items():
+        if field not in _CHAT and value is not None:
+            with naming(field):
+                setattr(request, field, value)
+    turns = not isinstance(prefix, str) and any(isinstance(one, ChatMessage | Mapping) for one in prefix)
+    template = {field: options[field] for field in _CHAT if field in options}
+    if turns or template:
+        request.chat.CopyFrom(chat(cast("Messages", prefix), template))
+    elif isinstance(prefix, str):
+        with naming("text"):
+            request.text = prefix
+    else:
+        with naming("tokens.ids"):
+            request.tokens.ids.extend(cast("Sequence[int]", prefix))
+        request.tokens.SetInParent()
+    check_size(request)
     return request
 
 
@@ -197,7 +226,7 @@ def _priority(value: Priority | str) -> Priority:
         ) from None
 
 
-def check_size(request: pb.GenerateRequest) -> None:
+def check_size(request: pb.GenerateRequest | operations_pb2.PinPrefixRequest) -> None:
     """Refuse a message that would end the stream it shares with other requests."""
     size = request.ByteSize()
     # Room for the wrapper, and for the tokens that a resumed request carries on top.
@@ -321,6 +350,7 @@ def status(message: operations_pb2.Status) -> Status:
         tenants=tuple(_tenant(one) for one in message.tenants),
         overload=tuple(_overload(one) for one in message.overload),
         key_file_problem=message.key_file_problem if message.HasField("key_file_problem") else None,
+        pins=tuple(PinStatus(one.name, one.model, one.blocks, tuple(one.workers)) for one in message.pins),
     )
 
 

@@ -24,6 +24,7 @@ from octavo.types import (
     GenerateResult,
     Messages,
     ModelInfo,
+    PinResult,
     Prompt,
     TemplateOptions,
     Tokenization,
@@ -198,6 +199,25 @@ class Client:
     def drain(self, worker_id: str | None = None, *, grace: float | None = None) -> DrainResult:
         """Stop admitting: the whole scheduler, or one worker. What runs gets `grace` seconds to finish."""
         return self._thread.run(self._aio.drain(worker_id, grace=grace))
+
+    def pin_prefix(
+        self,
+        name: str,
+        prefix: Prompt | Messages,
+        *,
+        model: str = "",
+        cache_salt: str = "",
+        tenant: str | None = None,
+        **options: Unpack[TemplateOptions],
+    ) -> PinResult:
+        """Keep a prefix in the KV memory of workers, whatever the load; see `AsyncClient.pin_prefix`."""
+        return self._thread.run(
+            self._aio.pin_prefix(name, prefix, model=model, cache_salt=cache_salt, tenant=tenant, **options)
+        )
+
+    def unpin_prefix(self, name: str, *, model: str = "") -> int:
+        """Let a pinned prefix go and return the blocks that it had."""
+        return self._thread.run(self._aio.unpin_prefix(name, model=model))
 
     def close(self) -> None:
         """Cancel what runs and close the connections."""

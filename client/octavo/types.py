@@ -246,6 +246,18 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class PinResult:
+    """What came of a pin: a prefix of so many tokens, in full blocks."""
+
+    tokens: int
+    blocks: int
+    workers: int
+    """Workers that keep it, each block as soon as it is computed there."""
+    without_room: tuple[str, ...] = ()
+    """Ids of the workers of the model whose pin budget has no room for it."""
+
+
+@dataclass(frozen=True, slots=True)
 class DrainResult:
     """What was left when the drain began."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import octavo
 import pytest
 from octavo.v1 import operations_pb2
 
-from tests.e2e.scheduler_stack import Stack, one_worker, until
+from tests.e2e.scheduler_stack import Stack, one_worker, scheduler, start_worker, until
 from worker_svc.runner.sim import KV_BYTES_PER_TOKEN
 
 BLOCK = 16
@@ -74,6 +75,47 @@ async def test_status_says_what_the_host_tier_cost_and_saved() -> None:
     assert after.copied_out_bytes >= after.copied_in_bytes
     assert after.copy_in_us_per_block > 0
     assert after.copy_out_us_per_block > 0
+
+
+async def test_pins_of_every_form_are_kept_by_the_workers_that_have_room() -> None:
+    text = "a system prompt that many requests share, word for word"
+    chat = [octavo.ChatMessage("system", "x" * CHARACTERS)]
+    workers = [
+        await start_worker("large", pin_budget_blocks=20),
+        await start_worker("small", pin_budget_blocks=4),
+        await start_worker("contiguous", kv_layout="contiguous"),
+    ]
+    try:
+        async with scheduler(*(worker.address for worker in workers)) as stack:
+            await stack.wait_ready(3)
+            async with octavo.AsyncClient(f"127.0.0.1:{stack.port}") as client:
+                first = await client.pin_prefix("text", text)
+                again = await client.pin_prefix("tokens", (await client.tokenize(text)).token_ids)
+                turns = await client.pin_prefix("chat", chat)
+                rendered = await client.tokenize_chat(chat, add_generation_prompt=False)
+                # The same blocks under another name take no more of the budget.
+                assert first == again
+                assert first.blocks == len(text) // BLOCK
+                assert (first.workers, first.without_room) == (2, ("contiguous",))
+                assert (turns.tokens, turns.workers) == (len(rendered.token_ids), 1)
+                assert turns.without_room == ("contiguous", "small")
+
+                await asyncio.gather(*(client.generate(f"{text} and {n}") for n in range(8)))
+                kept = {pin.name: (pin.blocks, pin.workers) for pin in (await client.status()).pins}
+                assert kept == {
+                    "text": (first.blocks, ("large", "small")),
+                    "tokens": (first.blocks, ("large", "small")),
+                    "chat": (turns.blocks, ("large",)),
+                }
+                for name in ("text", "tokens", "chat"):
+                    await client.unpin_prefix(name)
+                assert (await client.status()).pins == ()
+                with pytest.raises(octavo.UnsupportedError) as caught:
+                    await client.pin_prefix("wide", "y" * 1000)
+                assert caught.value.reason == "PIN_BUDGET"
+    finally:
+        for worker in workers:
+            await worker.stop()
 
 
 async def test_pinned_prefix_is_cached_after_any_load_and_a_lifted_one_is_not() -> None:

@@ -32,6 +32,8 @@ COMMANDS: Final = {
     "chat": ("octavo.cli.chat", "talk to a model"),
     "batch": ("octavo.cli.batch", "run a file of requests, for throughput"),
     "status": ("octavo.cli.status", "show what a scheduler is doing"),
+    "pin": ("octavo.cli.pins", "keep a prefix in KV memory, whatever the load"),
+    "unpin": ("octavo.cli.pins", "let a pinned prefix go"),
     "health": ("octavo.cli.health", "say whether a service takes work"),
     "bench": ("octavo.cli.bench", "measure a service, or parts of it"),
     "tune": ("octavo.cli.tune", "find the settings that serve most within a latency target"),

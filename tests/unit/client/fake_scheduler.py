@@ -83,6 +83,7 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
                 model="fake", level=1, backlog=0.62, wait=0.4, misses=0.03, predicted_ttft_ms=900
             )
         ],
+        pins=[operations_pb2.PinStatus(name="support", model="fake", blocks=12, workers=["w0"])],
         rates=operations_pb2.Rates(
             requests_per_s=2.5, output_tokens_per_s=80, ttft_p50_ms=120, ttft_p99_ms=1500
         ),
@@ -107,6 +108,9 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
                 status.history.extend(self._points(3600, 3725) if second == 0 else self._points(3724, 3725))
             yield operations_pb2.WatchStatusResponse(status=status)
 
+    def __init__(self) -> None:
+        self.pins: list[operations_pb2.PinPrefixRequest] = []
+
     @staticmethod
     def _points(start: int, stop: int) -> list[operations_pb2.HistoryPoint]:
         """A load that rises, with its level and its cost."""
@@ -127,6 +131,17 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
     ) -> operations_pb2.DrainResponse:
         return operations_pb2.DrainResponse(running=3, waiting=request.grace_ms)
 
+    async def PinPrefix(  # noqa: N802 # named by the contract
+        self, request: operations_pb2.PinPrefixRequest, context: object
+    ) -> operations_pb2.PinPrefixResponse:
+        self.pins.append(request)
+        return operations_pb2.PinPrefixResponse(tokens=40, blocks=2, workers=1, without_room=["w1"])
+
+    async def UnpinPrefix(  # noqa: N802 # named by the contract
+        self, request: operations_pb2.UnpinPrefixRequest, context: object
+    ) -> operations_pb2.UnpinPrefixResponse:
+        return operations_pb2.UnpinPrefixResponse(blocks=2)
+
 
 class FakeScheduler(pb_grpc.GenerationServicer):
     """Prompts steer it: `refuse REASON CODE` is refused, `fail REASON CODE` fails after two tokens.
@@ -135,6 +150,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
     """
 
     def __init__(self) -> None:
+        self.operations = FakeOperations()
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled: list[str] = []
         self.sessions = 0
@@ -154,7 +170,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 16 * 1024 * 1024)]
         )
         pb_grpc.add_GenerationServicer_to_server(self, self._server)
-        operations_pb2_grpc.add_OperationsServicer_to_server(FakeOperations(), self._server)
+        operations_pb2_grpc.add_OperationsServicer_to_server(self.operations, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
 
