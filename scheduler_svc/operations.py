@@ -31,7 +31,7 @@ _WATCH: Final = f"/{OPERATIONS}/WatchStatus"
 
 
 class StatusService:
-    """GetStatus, WatchStatus, Drain and SetFaults."""
+    """GetStatus, WatchStatus, Drain, SetFaults and AuditWorkers."""
 
     def __init__(
         self,
@@ -110,15 +110,23 @@ class StatusService:
         request = accept(request)
         if not self._faults_enabled:
             raise ServiceError("FAULTS_DISABLED", "fault injection was not enabled at start (enable_faults)")
-        links: list[WorkerLink] = [link for link in self._fleet if link.attached]
-        if request.HasField("worker_id"):
-            links = [_known(self._fleet, request.worker_id)]
+        links = _links(self._fleet, request.worker_id if request.HasField("worker_id") else None)
         forwarded = worker_pb2.InjectFaultsRequest(faults=request.faults)
         try:
             await asyncio.gather(*(link.inject_faults(forwarded) for link in links))
         except grpc.aio.AioRpcError as error:
             raise ServiceError("FAULTS_DISABLED", f"a worker refuses: {error.details()}") from None
         return operations_pb2.SetFaultsResponse()
+
+    @answering
+    async def audit_workers(
+        self, request: operations_pb2.AuditWorkersRequest | Malformed, _: Context
+    ) -> operations_pb2.AuditWorkersResponse:
+        """Have one worker, or all, verify their books."""
+        request = accept(request)
+        links = _links(self._fleet, request.worker_id if request.HasField("worker_id") else None)
+        audits = await asyncio.gather(*(link.audit() for link in links))
+        return operations_pb2.AuditWorkersResponse(audits=sorted(audits, key=lambda audit: audit.worker_id))
 
 
 class PinService:
@@ -204,6 +212,11 @@ class PinService:
 
     def _ports(self) -> list[PinPort]:
         return [link for link in self._fleet if link.attached]
+
+
+def _links(fleet: Fleet, worker_id: str | None) -> list[WorkerLink]:
+    """Return the link to one worker, or to all that are attached."""
+    return [link for link in fleet if link.attached] if worker_id is None else [_known(fleet, worker_id)]
 
 
 def _known(fleet: Fleet, worker_id: str) -> WorkerLink:

@@ -25,7 +25,7 @@ from octavo.protocol.convert import (
 from octavo.protocol.convert_pool import pool_from_proto
 from octavo.protocol.steps import PROTOCOL_VERSION, Plan, StepTiming
 from octavo.protocol.transport import CLIENT_OPTIONS
-from octavo.v1 import worker_pb2, worker_pb2_grpc
+from octavo.v1 import operations_pb2, worker_pb2, worker_pb2_grpc
 
 from scheduler_svc.core.events import WorkerInfo
 from scheduler_svc.driver import Driver
@@ -34,6 +34,8 @@ from scheduler_svc.models import IncompatibleWorker, Model, ModelRegistry
 _log = structlog.get_logger()
 
 _DESCRIBE_TIMEOUT_S: Final = 15.0
+# It waits for the running step, and looks at every block.
+_AUDIT_TIMEOUT_S: Final = 30.0
 _WELCOME_TIMEOUT_S: Final = 60.0
 _FIRST_DELAY_S: Final = 0.1
 _MAX_DELAY_S: Final = 2.0
@@ -164,6 +166,21 @@ class WorkerLink:
         """Replace the worker's faults; raises grpc.aio.AioRpcError when it does not take them."""
         assert self._stub is not None
         await self._stub.InjectFaults(request, timeout=_DESCRIBE_TIMEOUT_S)
+
+    async def audit(self) -> operations_pb2.WorkerAudit:
+        """Have the worker verify its books and return what it says, or why it says nothing."""
+        assert self._stub is not None
+        answer = operations_pb2.WorkerAudit(worker_id=self.worker_id)
+        try:
+            found = await self._stub.Audit(worker_pb2.AuditRequest(), timeout=_AUDIT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            answer.problem = _say(error)
+            return answer
+        if found.HasField("violation"):
+            answer.violation = found.violation
+            self._log.error("audit_failed", worker_id=self.worker_id, violation=found.violation)
+        answer.blocks, answer.check_ms = found.blocks, found.check_ms
+        return answer
 
     def _send(self, message: _Outgoing) -> None:
         try:

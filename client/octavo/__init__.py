@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Timings,
         Tokenization,
         Usage,
+        WorkerAudit,
     )
 
     __version__: str
@@ -81,6 +82,7 @@ __all__ = [
     "UnknownModelError",
     "UnsupportedError",
     "Usage",
+    "WorkerAudit",
     "__version__",
 ]
 

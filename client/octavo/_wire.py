@@ -34,6 +34,7 @@ from octavo.types import (
     Prompt,
     Timings,
     Usage,
+    WorkerAudit,
 )
 from octavo.v1 import common_pb2, operations_pb2
 from octavo.v1 import generation_pb2 as pb
@@ -351,6 +352,17 @@ def status(message: operations_pb2.Status) -> Status:
         overload=tuple(_overload(one) for one in message.overload),
         key_file_problem=message.key_file_problem if message.HasField("key_file_problem") else None,
         pins=tuple(PinStatus(one.name, one.model, one.blocks, tuple(one.workers)) for one in message.pins),
+    )
+
+
+def audit(message: operations_pb2.WorkerAudit) -> WorkerAudit:
+    """Convert."""
+    return WorkerAudit(
+        worker_id=message.worker_id,
+        violation=message.violation if message.HasField("violation") else None,
+        problem=message.problem if message.HasField("problem") else None,
+        blocks=message.blocks,
+        check_s=message.check_ms / 1000,
     )
 
 

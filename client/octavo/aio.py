@@ -33,6 +33,7 @@ from octavo.types import (
     Prompt,
     TemplateOptions,
     Tokenization,
+    WorkerAudit,
 )
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import operations_pb2
@@ -383,6 +384,12 @@ class AsyncClient:
         request = operations_pb2.UnpinPrefixRequest(name=name, model=model)
         answer = await self._core.unary(lambda on: on.operations.UnpinPrefix(request, metadata=on.metadata))
         return answer.blocks
+
+    async def audit(self, worker_id: str | None = None) -> list[WorkerAudit]:
+        """Have one worker, or all that are attached, verify their books from scratch between two steps."""
+        request = operations_pb2.AuditWorkersRequest(worker_id=worker_id)
+        answer = await self._core.unary(lambda on: on.operations.AuditWorkers(request, metadata=on.metadata))
+        return [_wire.audit(one) for one in answer.audits]
 
     async def aclose(self) -> None:
         """Cancel what runs and close the connections."""

@@ -28,6 +28,7 @@ from octavo.types import (
     Prompt,
     TemplateOptions,
     Tokenization,
+    WorkerAudit,
 )
 from octavo.v1 import generation_pb2 as pb
 
@@ -218,6 +219,10 @@ class Client:
     def unpin_prefix(self, name: str, *, model: str = "") -> int:
         """Let a pinned prefix go and return the blocks that it had."""
         return self._thread.run(self._aio.unpin_prefix(name, model=model))
+
+    def audit(self, worker_id: str | None = None) -> list[WorkerAudit]:
+        """Have one worker, or all, verify their books from scratch between two steps."""
+        return self._thread.run(self._aio.audit(worker_id))
 
     def close(self) -> None:
         """Cancel what runs and close the connections."""

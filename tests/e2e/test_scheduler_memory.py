@@ -77,6 +77,49 @@ async def test_status_says_what_the_host_tier_cost_and_saved() -> None:
     assert after.copy_out_us_per_block > 0
 
 
+async def test_audit_names_what_is_broken_and_the_worker_serves_on() -> None:
+    workers = [await start_worker(name, check_integrity=False) for name in ("sound", "broken")]
+    sound, broken = workers
+
+    def lose_a_block(engine: Any) -> None:
+        engine.memory._pool._free.take(1)
+
+    try:
+        async with scheduler(*(worker.address for worker in workers)) as stack:
+            await stack.wait_ready(2)
+            async with octavo.AsyncClient(f"127.0.0.1:{stack.port}") as client:
+                for worker in workers:
+                    worker.gate.close()
+                running = [asyncio.create_task(client.generate(f"{n} runs meanwhile")) for n in range(4)]
+                await until(lambda: _all_run(stack))
+                audits = asyncio.create_task(client.audit())
+                for worker in workers:
+                    worker.gate.open()
+                assert [(one.worker_id, one.ok) for one in await audits] == [
+                    ("broken", True),
+                    ("sound", True),
+                ]
+                await asyncio.gather(*running)
+
+                await broken.loop.call(lose_a_block)
+                found, fine = await client.audit()
+                assert found.violation is not None
+                assert (fine.worker_id, fine.ok, fine.blocks) == ("sound", True, sound.num_blocks)
+                assert [one.ok for one in await client.audit("sound")] == [True]
+                assert len(await asyncio.gather(*(client.generate(f"{n} after") for n in range(4)))) == 4
+                with pytest.raises(octavo.NotFoundError):
+                    await client.audit("nobody")
+                await broken.server.stop(0)
+                assert [one.worker_id for one in await client.audit() if one.ok] == ["sound"]
+    finally:
+        for worker in workers:
+            await worker.stop()
+
+
+async def _all_run(stack: Stack) -> bool:
+    return sum(worker.running for worker in (await stack.status()).workers) == 4
+
+
 async def test_pins_of_every_form_are_kept_by_the_workers_that_have_room() -> None:
     text = "a system prompt that many requests share, word for word"
     chat = [octavo.ChatMessage("system", "x" * CHARACTERS)]

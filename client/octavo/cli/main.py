@@ -34,6 +34,7 @@ COMMANDS: Final = {
     "status": ("octavo.cli.status", "show what a scheduler is doing"),
     "pin": ("octavo.cli.pins", "keep a prefix in KV memory, whatever the load"),
     "unpin": ("octavo.cli.pins", "let a pinned prefix go"),
+    "audit": ("octavo.cli.audit", "have workers verify their books, while they serve"),
     "health": ("octavo.cli.health", "say whether a service takes work"),
     "bench": ("octavo.cli.bench", "measure a service, or parts of it"),
     "tune": ("octavo.cli.tune", "find the settings that serve most within a latency target"),

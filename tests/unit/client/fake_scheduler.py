@@ -137,6 +137,17 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
         self.pins.append(request)
         return operations_pb2.PinPrefixResponse(tokens=40, blocks=2, workers=1, without_room=["w1"])
 
+    async def AuditWorkers(  # noqa: N802 # named by the contract
+        self, request: operations_pb2.AuditWorkersRequest, context: object
+    ) -> operations_pb2.AuditWorkersResponse:
+        audits = [
+            operations_pb2.WorkerAudit(worker_id="w0", blocks=100, check_ms=1.25),
+            operations_pb2.WorkerAudit(worker_id="w1", violation="free + active == total: 99"),
+            operations_pb2.WorkerAudit(worker_id="w2", problem="UNAVAILABLE: gone"),
+        ]
+        wanted = [one for one in audits if not request.worker_id or one.worker_id == request.worker_id]
+        return operations_pb2.AuditWorkersResponse(audits=wanted)
+
     async def UnpinPrefix(  # noqa: N802 # named by the contract
         self, request: operations_pb2.UnpinPrefixRequest, context: object
     ) -> operations_pb2.UnpinPrefixResponse:

@@ -289,6 +289,23 @@ def test_pin_of_a_file_that_is_not_there_is_wrong_usage(threaded: ThreadedSchedu
     assert "/nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("worker", "code", "said"),
+    [
+        ("w0", 0, "w0  ok, 100 blocks, 1.2 ms\n"),
+        ("w1", 1, "w1  violated: free + active == total: 99\n"),
+        ("w2", 1, "w2  no verdict: UNAVAILABLE: gone\n"),
+    ],
+)
+def test_audit_says_what_each_worker_found(
+    threaded: ThreadedScheduler, capsys: Capture, worker: str, code: int, said: str
+) -> None:
+    assert octavo(threaded, "audit", worker) == code
+    assert capsys.readouterr().out == said
+    assert octavo(threaded, "audit") == 1
+    assert said in capsys.readouterr().out
+
+
 def test_sdk_pins_text_tokens_and_messages(threaded: ThreadedScheduler) -> None:
     with Client(threaded.fake.endpoint) as client:
         pinned = client.pin_prefix("a", "text", model="fake")
