@@ -67,6 +67,8 @@ class LinkStatus:
     worker_id: str = ""
     model: str = ""
     runner: str = ""
+    devices: int = 1
+    """GPUs that it computes on together."""
 
 
 class Epochs:
@@ -204,6 +206,7 @@ class WorkerLink:
         try:
             model = await context.models.claim(description)
             status.worker_id, status.model, status.runner = worker_id, model.id, description.runner
+            status.devices = description.devices if description.HasField("devices") else 1
             self.model_id = model.id
             geometry = description.geometry
             # Contiguous memory shares nothing, so there is nothing to pin.

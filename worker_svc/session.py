@@ -50,6 +50,8 @@ class Terms:
     max_num_batched_tokens: int
     adapters: tuple[str, ...] = ()
     simulated: bool = False
+    num_devices: int = 1
+    """GPUs that compute together; 1 where there is none."""
 
     def problem_of(self, admit: Admit) -> str | None:
         """Return why this worker can never run a sequence, or None."""

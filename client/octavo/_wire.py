@@ -430,4 +430,5 @@ def _worker(message: operations_pb2.WorkerStatus) -> WorkerStatus:
         max_num_seqs=message.max_num_seqs,
         max_num_batched_tokens=message.max_num_batched_tokens,
         runner=message.runner,
+        devices=message.devices,
     )

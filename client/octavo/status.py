@@ -65,6 +65,8 @@ class WorkerStatus:
     max_num_seqs: int
     max_num_batched_tokens: int
     runner: str
+    devices: int = 1
+    """GPUs that it computes on together, 1 where it has none; 0 while it is not attached."""
 
 
 @dataclass(frozen=True, slots=True)

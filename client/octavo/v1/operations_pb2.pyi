@@ -582,7 +582,7 @@ class WorkerStatus(google.protobuf.message.Message):
     max_num_batched_tokens: builtins.int
     runner: builtins.str
     devices: builtins.int
-    """GPUs that it computes on together; 1 where it has none."""
+    """GPUs that it computes on together, 1 where it has none; 0 while it is not attached."""
     @property
     def pool(self) -> global___PoolStatus: ...
     def __init__(
