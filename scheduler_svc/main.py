@@ -161,6 +161,8 @@ class SchedulerProcess:
             lambda: [link.status for link in self.fleet],
             settings.price_per_gpu_hour,
         )
+        board.pins = pins
+        self.metrics.price.set(settings.price_per_gpu_hour or 0.0)
         if self._key_file is not None:
             watch = self._key_file
             board.key_file_problem = lambda: watch.problem
@@ -290,6 +292,7 @@ class SchedulerProcess:
     def _workers_changed(self) -> None:
         """A worker has come or gone."""
         self._sessions.top_up()
+        self.metrics.devices.set(sum(link.status.devices for link in self.fleet if link.attached))
         serving = self.fleet.num_ready > 0 and not self.stopping
         task = asyncio.create_task(self._server.set_serving(serving=serving))
         self._tasks.add(task)

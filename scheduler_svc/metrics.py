@@ -175,6 +175,16 @@ class Metrics:
             "1 when the key file cannot be used as it is, and an older one is in force.",
             registry=registry,
         )
+        self.devices = Gauge(
+            "octavo_devices",
+            "GPUs of the workers that are attached, or 1 for each without.",
+            registry=registry,
+        )
+        self.price = Gauge(
+            "octavo_price_per_gpu_hour",
+            "As configured, in any currency; 0 without a price.",
+            registry=registry,
+        )
         self.worker_losses = Counter(
             "octavo_worker_losses", "Times that a worker was lost.", ["worker"], registry=registry
         )

@@ -23,7 +23,7 @@ from scheduler_svc.parsing import Malformed, accept
 from scheduler_svc.pins import Pin, PinBoard, PinPort
 from scheduler_svc.rpc import Context, answering
 from scheduler_svc.status import StatusBoard
-from scheduler_svc.tokenization import EncodeChat, EncodeText, KeySpec
+from scheduler_svc.tokenization import EncodeChat, EncodeText, KeySpec, TakeTokens
 from scheduler_svc.worker_link import WorkerLink
 
 _MIN_INTERVAL_MS: Final = 100
@@ -31,7 +31,7 @@ _WATCH: Final = f"/{OPERATIONS}/WatchStatus"
 
 
 class StatusService:
-    """GetStatus, WatchStatus, Drain and SetFaults."""
+    """GetStatus, WatchStatus, Drain, SetFaults and AuditWorkers."""
 
     def __init__(
         self,
@@ -112,15 +112,23 @@ class StatusService:
         request = accept(request)
         if not self._faults_enabled:
             raise ServiceError("FAULTS_DISABLED", "fault injection was not enabled at start (enable_faults)")
-        links: list[WorkerLink] = [link for link in self._fleet if link.attached]
-        if request.HasField("worker_id"):
-            links = [_known(self._fleet, request.worker_id)]
+        links = _links(self._fleet, request.worker_id if request.HasField("worker_id") else None)
         forwarded = worker_pb2.InjectFaultsRequest(faults=request.faults)
         try:
             await asyncio.gather(*(link.inject_faults(forwarded) for link in links))
         except grpc.aio.AioRpcError as error:
             raise ServiceError("FAULTS_DISABLED", f"a worker refuses: {error.details()}") from None
         return operations_pb2.SetFaultsResponse()
+
+    @answering
+    async def audit_workers(
+        self, request: operations_pb2.AuditWorkersRequest | Malformed, _: Context
+    ) -> operations_pb2.AuditWorkersResponse:
+        """Have one worker, or all, verify their books."""
+        request = accept(request)
+        links = _links(self._fleet, request.worker_id if request.HasField("worker_id") else None)
+        audits = await asyncio.gather(*(link.audit() for link in links))
+        return operations_pb2.AuditWorkersResponse(audits=sorted(audits, key=lambda audit: audit.worker_id))
 
 
 class PinService:
@@ -158,26 +166,42 @@ class PinService:
             tenant = named
         root = self._admission.root_key(target, tenant.name, request.cache_salt)
         keys = KeySpec(root, model.block_size)
-        job: EncodeText | EncodeChat
+        job: EncodeText | EncodeChat | TakeTokens
+        longest = model.max_model_len
         match request.WhichOneof("input"):
             case "text":
-                job = EncodeText(model.text_key, model.max_model_len, request.text, keys=keys)
+                job = EncodeText(model.text_key, longest, request.text, keys=keys)
             case "system_prompt":
                 chat = pb.Chat(add_generation_prompt=False)
                 chat.messages.add(role="system", content=request.system_prompt)
-                job = EncodeChat(model.text_key, model.max_model_len, chat.SerializeToString(), keys)
+                job = EncodeChat(model.text_key, longest, chat.SerializeToString(), keys)
+            case "tokens":
+                job = TakeTokens(model.text_key, longest, request.tokens.SerializeToString(), keys)
+            case "chat":
+                chat = request.chat
+                if not chat.HasField("add_generation_prompt"):
+                    # The header of an answer would end the prefix where conversations go on.
+                    chat.add_generation_prompt = False
+                job = EncodeChat(model.text_key, longest, chat.SerializeToString(), keys)
             case _:
-                raise ServiceError.invalid(("input", "one of text and system_prompt must be set"))
+                raise ServiceError.invalid(
+                    ("input", "one of text, tokens, chat and system_prompt must be set")
+                )
         encoded = await self._admission.encode(job, request.ByteSize())
-        pin = Pin(model.id, request.name, keys_from_proto(encoded.keys))
+        pin = Pin(model.id, request.name, tuple(dict.fromkeys(keys_from_proto(encoded.keys))))
         tokens = len(encoded.token_ids) // 4
         if not pin.keys:
             field = str(request.WhichOneof("input"))
             raise ServiceError.invalid(
                 (field, f"has {tokens} tokens, less than a block of {model.block_size}")
             )
-        workers = self._pins.put(pin, self._ports())
-        return operations_pb2.PinPrefixResponse(tokens=tokens, blocks=len(pin.keys), workers=workers)
+        placement = self._pins.put(pin, self._ports())
+        return operations_pb2.PinPrefixResponse(
+            tokens=tokens,
+            blocks=len(pin.keys),
+            workers=len(placement.workers),
+            without_room=placement.without_room,
+        )
 
     @answering
     async def unpin_prefix(
@@ -191,6 +215,11 @@ class PinService:
 
     def _ports(self) -> list[PinPort]:
         return [link for link in self._fleet if link.attached]
+
+
+def _links(fleet: Fleet, worker_id: str | None) -> list[WorkerLink]:
+    """Return the link to one worker, or to all that are attached."""
+    return [link for link in fleet if link.attached] if worker_id is None else [_known(fleet, worker_id)]
 
 
 def _known(fleet: Fleet, worker_id: str) -> WorkerLink:

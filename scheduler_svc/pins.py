@@ -1,16 +1,24 @@
-"""Pinned prefixes: which there are, and telling every worker of theirs."""
+"""Pinned prefixes: which there are, and which workers have room for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import structlog
 
 from scheduler_svc.errors import ServiceError
+
+_log: Final = structlog.get_logger()
 
 
 class PinPort(Protocol):
     """What pinning needs of the link to a worker."""
+
+    @property
+    def worker_id(self) -> str:
+        """Names the worker."""
 
     @property
     def model_id(self) -> str:
@@ -24,48 +32,71 @@ class PinPort(Protocol):
         """Replace a pin; without keys it is lifted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pin:
     """A prefix to keep: the content keys of its full blocks."""
 
     model: str
     name: str
     keys: tuple[bytes, ...]
+    workers: set[str] = field(default_factory=set)
+    """Who was told to keep it; of those that are away, who was told last."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinPlacement:
+    """Workers that keep a pin, and those that have no room for it."""
+
+    workers: tuple[str, ...]
+    without_room: tuple[str, ...]
 
 
 class PinBoard:
-    """All pins of this scheduler. A worker gets its model's pins whenever it is attached."""
+    """All pins of this scheduler. A worker gets those of its model's pins that fit into its budget."""
 
     def __init__(self) -> None:
         self._pins: dict[tuple[str, str], Pin] = {}
 
+    def __iter__(self) -> Iterator[Pin]:
+        """Iterate over the pins, by model and name."""
+        return iter([self._pins[key] for key in sorted(self._pins)])
+
     def welcome(self, port: PinPort) -> None:
         """Tell a worker that has just been attached."""
-        for pin in self._of(port.model_id):
-            port.send_pin(pin.name, pin.keys)
+        pins = [pin for pin in self._pins.values() if pin.model == port.model_id]
+        for pin in pins:
+            pin.workers.discard(port.worker_id)
+        for pin in pins:
+            if not self._offer(pin, port):
+                # What it pinned under this name in an earlier session.
+                port.send_pin(pin.name, ())
 
-    def put(self, pin: Pin, ports: list[PinPort]) -> int:
-        """Set a pin, replacing the one of that name; return the workers that were told.
+    def put(self, pin: Pin, ports: Iterable[PinPort]) -> PinPlacement:
+        """Set a pin, replacing the one of that name, on every worker that has room for it.
 
         Raises:
-            ServiceError: some worker may not hold that much.
+            ServiceError: there are workers, and none has room; nothing has changed.
         """
         mine = [port for port in ports if port.model_id == pin.model]
-        others = sum(len(other.keys) for other in self._of(pin.model) if other.name != pin.name)
-        budget = min((port.pin_budget_blocks for port in mine), default=None)
-        if budget is not None and others + len(pin.keys) > budget:
+        if mine and not any(self._fits(pin, port) for port in mine):
+            budget = max(port.pin_budget_blocks for port in mine)
             raise ServiceError(
                 "PIN_BUDGET",
-                f"the prefix takes {len(pin.keys)} blocks, other pins hold {others}, "
-                f"and workers may pin {budget}",
+                f"the prefix takes {len(pin.keys)} blocks, and no worker has room for them beside its other "
+                f"pins; the largest pin budget is {budget}",
                 metadata={"blocks": str(len(pin.keys)), "budget_blocks": str(budget)},
             )
+        former = self._pins.get((pin.model, pin.name))
         self._pins[pin.model, pin.name] = pin
-        for port in mine:
-            port.send_pin(pin.name, pin.keys)
-        return len(mine)
+        without_room = [port for port in mine if not self._offer(pin, port)]
+        for port in without_room:
+            if former is not None and port.worker_id in former.workers:
+                port.send_pin(pin.name, ())
+        return PinPlacement(
+            tuple(sorted(pin.workers)), tuple(sorted(port.worker_id for port in without_room))
+        )
 
-    def remove(self, model: str, name: str, ports: list[PinPort]) -> Pin:
+    def remove(self, model: str, name: str, ports: Iterable[PinPort]) -> Pin:
         """Lift a pin and return it.
 
         Raises:
@@ -79,5 +110,27 @@ class PinBoard:
                 port.send_pin(name, ())
         return pin
 
-    def _of(self, model: str) -> Iterator[Pin]:
-        return (pin for pin in self._pins.values() if pin.model == model)
+    def _offer(self, pin: Pin, port: PinPort) -> bool:
+        """Send a pin if the worker has room for it; return whether it has."""
+        if not self._fits(pin, port):
+            _log.warning(
+                "pin_without_room",
+                name=pin.name,
+                model=pin.model,
+                worker_id=port.worker_id,
+                blocks=len(pin.keys),
+                budget_blocks=port.pin_budget_blocks,
+            )
+            return False
+        pin.workers.add(port.worker_id)
+        port.send_pin(pin.name, pin.keys)
+        return True
+
+    def _fits(self, pin: Pin, port: PinPort) -> bool:
+        """Return whether a worker's budget allows a pin; a block that others pin there counts once."""
+        others = (
+            other.keys
+            for other in self._pins.values()
+            if other.model == pin.model and other.name != pin.name and port.worker_id in other.workers
+        )
+        return len(frozenset(pin.keys).union(*others)) <= port.pin_budget_blocks

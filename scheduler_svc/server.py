@@ -168,6 +168,7 @@ def _operations_methods(services: Services) -> dict[str, grpc.RpcMethodHandler[A
             status.watch_status, lenient(pb.WatchStatusRequest), pb.WatchStatusResponse.SerializeToString
         ),
         "Drain": _unary(status.drain, pb.DrainRequest, pb.DrainResponse),
+        "AuditWorkers": _unary(status.audit_workers, pb.AuditWorkersRequest, pb.AuditWorkersResponse),
         "SetFaults": _unary(status.set_faults, pb.SetFaultsRequest, pb.SetFaultsResponse),
         "PinPrefix": _unary(pins.pin_prefix, pb.PinPrefixRequest, pb.PinPrefixResponse),
         "UnpinPrefix": _unary(pins.unpin_prefix, pb.UnpinPrefixRequest, pb.UnpinPrefixResponse),

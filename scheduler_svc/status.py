@@ -16,6 +16,7 @@ from scheduler_svc.core.snapshot import CoreSnapshot, OverloadSnapshot, QueueSna
 from scheduler_svc.driver import Driver
 from scheduler_svc.history import History
 from scheduler_svc.metrics import Metrics
+from scheduler_svc.pins import Pin
 from scheduler_svc.tenants import Tenants, TenantState
 from scheduler_svc.worker_link import LinkStatus
 
@@ -35,6 +36,7 @@ class StatusBoard:
         price_per_gpu_hour: float | None,
     ) -> None:
         self.key_file_problem: Callable[[], str | None] = lambda: None
+        self.pins: Iterable[Pin] = ()
         self._scheduler_id = scheduler_id
         self._driver = driver
         self._accounts = accounts
@@ -57,6 +59,7 @@ class StatusBoard:
     def status(self) -> operations_pb2.Status:
         """Return the status of the moment."""
         accounts, snapshot = self._accounts, self._driver.snapshot()
+        workers = self._workers(snapshot)
         return operations_pb2.Status(
             scheduler_id=self._scheduler_id,
             version=VERSION,
@@ -65,14 +68,25 @@ class StatusBoard:
             overload=map(_overload, snapshot.overload),
             draining=self._driver.draining,
             queues=map(_queue, snapshot.queues),
-            workers=self._workers(snapshot),
+            workers=workers,
             outcomes=accounts.outcomes,
             arrivals=accounts.arrivals,
             live_requests=accounts.live,
-            rates=self._rates(len(snapshot.workers)),
+            rates=self._rates(sum(worker.devices for worker in workers)),
             tenants=map(_tenant, self._tenants),
             key_file_problem=self.key_file_problem(),
+            pins=self._pins(snapshot),
         )
+
+    def _pins(self, snapshot: CoreSnapshot) -> Iterable[operations_pb2.PinStatus]:
+        attached = {worker.worker_id for worker in snapshot.workers}
+        for pin in self.pins:
+            yield operations_pb2.PinStatus(
+                name=pin.name,
+                model=pin.model,
+                blocks=len(pin.keys),
+                workers=sorted(pin.workers & attached),
+            )
 
     def _workers(self, snapshot: CoreSnapshot) -> list[operations_pb2.WorkerStatus]:
         known = {worker.worker_id: worker for worker in snapshot.workers}
@@ -89,13 +103,14 @@ class StatusBoard:
             worker = known.get(link.worker_id)
             if worker is not None and link.state != "lost":
                 _fill_worker(proto, worker)
+                proto.devices = link.devices
                 bubbles = self._bubble_s.get(link.worker_id)
                 if bubbles is not None:
                     proto.bubble_share = min(1.0, bubbles.per_s(now))
             found.append(proto)
         return found
 
-    def _rates(self, workers: int) -> operations_pb2.Rates:
+    def _rates(self, devices: int) -> operations_pb2.Rates:
         accounts, now = self._accounts, self._accounts.clock()
         output_per_s = accounts.recent_output_tokens.per_s(now)
         rates = operations_pb2.Rates(
@@ -111,7 +126,7 @@ class StatusBoard:
             refused_per_s=accounts.recent_refusals.per_s(now),
         )
         if self._price_per_gpu_hour is not None and output_per_s > 0:
-            rates.cost_per_1k_tokens = self._price_per_gpu_hour * workers / 3600 / output_per_s * 1000
+            rates.cost_per_1k_tokens = self._price_per_gpu_hour * devices / 3600 / output_per_s * 1000
         return rates
 
 

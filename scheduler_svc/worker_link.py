@@ -25,7 +25,7 @@ from octavo.protocol.convert import (
 from octavo.protocol.convert_pool import pool_from_proto
 from octavo.protocol.steps import PROTOCOL_VERSION, Plan, StepTiming
 from octavo.protocol.transport import CLIENT_OPTIONS
-from octavo.v1 import worker_pb2, worker_pb2_grpc
+from octavo.v1 import operations_pb2, worker_pb2, worker_pb2_grpc
 
 from scheduler_svc.core.events import WorkerInfo
 from scheduler_svc.driver import Driver
@@ -34,6 +34,8 @@ from scheduler_svc.models import IncompatibleWorker, Model, ModelRegistry
 _log = structlog.get_logger()
 
 _DESCRIBE_TIMEOUT_S: Final = 15.0
+# It waits for the running step, and looks at every block.
+_AUDIT_TIMEOUT_S: Final = 30.0
 _WELCOME_TIMEOUT_S: Final = 60.0
 _FIRST_DELAY_S: Final = 0.1
 _MAX_DELAY_S: Final = 2.0
@@ -65,6 +67,8 @@ class LinkStatus:
     worker_id: str = ""
     model: str = ""
     runner: str = ""
+    devices: int = 1
+    """GPUs that it computes on together."""
 
 
 class Epochs:
@@ -115,6 +119,11 @@ class WorkerLink:
         self.model_id = ""
         self._incarnation = ""
         self.pin_budget_blocks = 0
+
+    @property
+    def worker_id(self) -> str:
+        """Names the worker; empty until it has been described."""
+        return self.status.worker_id
 
     @property
     def attached(self) -> bool:
@@ -171,6 +180,21 @@ class WorkerLink:
         assert self._stub is not None
         await self._stub.InjectFaults(request, timeout=_DESCRIBE_TIMEOUT_S)
 
+    async def audit(self) -> operations_pb2.WorkerAudit:
+        """Have the worker verify its books and return what it says, or why it says nothing."""
+        assert self._stub is not None
+        answer = operations_pb2.WorkerAudit(worker_id=self.worker_id)
+        try:
+            found = await self._stub.Audit(worker_pb2.AuditRequest(), timeout=_AUDIT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            answer.problem = _say(error)
+            return answer
+        if found.HasField("violation"):
+            answer.violation = found.violation
+            self._log.error("audit_failed", worker_id=self.worker_id, violation=found.violation)
+        answer.blocks, answer.check_ms = found.blocks, found.check_ms
+        return answer
+
     def _send(self, message: _Outgoing) -> None:
         try:
             self._outgoing.put_nowait(message)
@@ -193,9 +217,12 @@ class WorkerLink:
         try:
             model = await context.models.claim(description)
             status.worker_id, status.model, status.runner = worker_id, model.id, description.runner
+            status.devices = description.devices if description.HasField("devices") else 1
             self.model_id = model.id
             self._incarnation = description.incarnation
-            self.pin_budget_blocks = description.geometry.pin_budget_blocks
+            geometry = description.geometry
+            # Contiguous memory shares nothing, so there is nothing to pin.
+            self.pin_budget_blocks = geometry.pin_budget_blocks if geometry.paged else 0
             await self._run_stream(stub, description, model)
         finally:
             context.models.release(description)

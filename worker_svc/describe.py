@@ -37,4 +37,5 @@ def describe(info: ModelInfo, terms: Terms) -> worker_pb2.WorkerDescription:
         special_tokens=info.special_tokens,
         adapters=info.adapters,
         add_bos_token=info.add_bos_token,
+        devices=terms.num_devices,
     )

@@ -50,6 +50,9 @@ class StepEngine(Protocol):
     def pool_report(self) -> PoolReport:
         """Return the state of the pool."""
 
+    def check_integrity(self) -> None:
+        """Verify every invariant from scratch; raises IntegrityError, which names the broken one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:

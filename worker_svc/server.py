@@ -121,6 +121,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except Refusal as refusal:
             await abort(context, refusal)
 
+    async def Audit(self, request: worker_pb2.AuditRequest, context: Context) -> worker_pb2.AuditResponse:
+        """Verify all books at the next step boundary; the worker goes on whatever is found."""
+        try:
+            found = await self._open_business().sessions.audit()
+        except Refusal as refusal:
+            await abort(context, refusal)
+        return worker_pb2.AuditResponse(
+            violation=found.violation, blocks=found.num_blocks, check_ms=found.check_s * 1000
+        )
+
 
 async def _read_hello(context: Context) -> worker_pb2.Hello:
     try:

@@ -23,6 +23,7 @@ from octavo.protocol.convert_pool import pool_to_proto
 from octavo.protocol.steps import PROTOCOL_VERSION, Admit, Plan, PoolReport, Refused, RefuseReason, Report
 from octavo.v1 import worker_pb2
 
+from worker_svc.audit import Audit, audit
 from worker_svc.faults import FaultKind, Faults
 from worker_svc.loop import EngineLoop, StepEngine
 from worker_svc.metrics import Metrics
@@ -49,6 +50,8 @@ class Terms:
     max_num_batched_tokens: int
     adapters: tuple[str, ...] = ()
     simulated: bool = False
+    num_devices: int = 1
+    """GPUs that compute together; 1 where there is none."""
 
     def problem_of(self, admit: Admit) -> str | None:
         """Return why this worker can never run a sequence, or None."""
@@ -276,6 +279,13 @@ class Sessions:
         log.info("session_ended", scheduler_id=session.scheduler_id, epoch=session.epoch)
         if self._draining:
             self.drained.set()
+
+    async def audit(self) -> Audit:
+        """Verify the engine's books at the next step boundary."""
+        found = await self._loop.call(audit)
+        if found.violation is not None:
+            log.error("audit_failed", worker_id=self._terms.worker_id, violation=found.violation)
+        return found
 
     def drain(self, reason: str) -> None:
         """Take nothing new; `drained` is set when what runs is gone."""

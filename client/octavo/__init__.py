@@ -35,10 +35,12 @@ if TYPE_CHECKING:
         DrainResult,
         GenerateResult,
         ModelInfo,
+        PinResult,
         Progress,
         Timings,
         Tokenization,
         Usage,
+        WorkerAudit,
     )
 
     __version__: str
@@ -65,6 +67,7 @@ __all__ = [
     "NotFoundError",
     "OctavoError",
     "OverloadedError",
+    "PinResult",
     "Priority",
     "Progress",
     "RequestCancelledError",
@@ -79,6 +82,7 @@ __all__ = [
     "UnknownModelError",
     "UnsupportedError",
     "Usage",
+    "WorkerAudit",
     "__version__",
 ]
 

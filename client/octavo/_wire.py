@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, Final, cast
@@ -17,6 +17,7 @@ from octavo.sampling import SamplingParams
 from octavo.status import (
     HistoryPoint,
     OverloadStatus,
+    PinStatus,
     PoolStatus,
     QueueStatus,
     Rates,
@@ -33,6 +34,7 @@ from octavo.types import (
     Prompt,
     Timings,
     Usage,
+    WorkerAudit,
 )
 from octavo.v1 import common_pb2, operations_pb2
 from octavo.v1 import generation_pb2 as pb
@@ -72,6 +74,34 @@ def chat_request(messages: Messages, options: Mapping[str, Any]) -> pb.GenerateR
     own = {name: options[name] for name in _CHAT if name in options}
     request = _request({name: value for name, value in options.items() if name not in own})
     request.chat.CopyFrom(chat(messages, own))
+    return request
+
+
+def pin_request(
+    name: str, prefix: Prompt | Messages, options: Mapping[str, Any]
+) -> operations_pb2.PinPrefixRequest:
+    """Return the request to pin text, token ids, or the beginning of a conversation.
+
+    Raises:
+        InvalidRequestError: a value is out of range; the field is named.
+    """
+    request = operations_pb2.PinPrefixRequest()
+    for field, value in {"name": name, **options}.items():
+        if field not in _CHAT and value is not None:
+            with naming(field):
+                setattr(request, field, value)
+    turns = not isinstance(prefix, str) and any(isinstance(one, ChatMessage | Mapping) for one in prefix)
+    template = {field: options[field] for field in _CHAT if field in options}
+    if turns or template:
+        request.chat.CopyFrom(chat(cast("Messages", prefix), template))
+    elif isinstance(prefix, str):
+        with naming("text"):
+            request.text = prefix
+    else:
+        with naming("tokens.ids"):
+            request.tokens.ids.extend(cast("Sequence[int]", prefix))
+        request.tokens.SetInParent()
+    check_size(request)
     return request
 
 
@@ -201,7 +231,7 @@ def _priority(value: Priority | str) -> Priority:
         ) from None
 
 
-def check_size(request: pb.GenerateRequest) -> None:
+def check_size(request: pb.GenerateRequest | operations_pb2.PinPrefixRequest) -> None:
     """Refuse a message that would end the stream it shares with other requests."""
     size = request.ByteSize()
     # Room for the wrapper, and for the tokens that a resumed request carries on top.
@@ -325,6 +355,18 @@ def status(message: operations_pb2.Status) -> Status:
         tenants=tuple(_tenant(one) for one in message.tenants),
         overload=tuple(_overload(one) for one in message.overload),
         key_file_problem=message.key_file_problem if message.HasField("key_file_problem") else None,
+        pins=tuple(PinStatus(one.name, one.model, one.blocks, tuple(one.workers)) for one in message.pins),
+    )
+
+
+def audit(message: operations_pb2.WorkerAudit) -> WorkerAudit:
+    """Convert."""
+    return WorkerAudit(
+        worker_id=message.worker_id,
+        violation=message.violation if message.HasField("violation") else None,
+        problem=message.problem if message.HasField("problem") else None,
+        blocks=message.blocks,
+        check_s=message.check_ms / 1000,
     )
 
 
@@ -392,4 +434,5 @@ def _worker(message: operations_pb2.WorkerStatus) -> WorkerStatus:
         max_num_seqs=message.max_num_seqs,
         max_num_batched_tokens=message.max_num_batched_tokens,
         runner=message.runner,
+        devices=message.devices,
     )

@@ -27,10 +27,12 @@ from octavo.types import (
     GenerateResult,
     Messages,
     ModelInfo,
+    PinResult,
     Progress,
     Prompt,
     TemplateOptions,
     Tokenization,
+    WorkerAudit,
 )
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import operations_pb2
@@ -343,6 +345,53 @@ class AsyncClient:
             endpoint, lambda on: on.operations.Drain(request, metadata=on.metadata)
         )
         return DrainResult(answer.running, answer.waiting)
+
+    async def pin_prefix(
+        self,
+        name: str,
+        prefix: Prompt | Messages,
+        *,
+        model: str = "",
+        cache_salt: str = "",
+        tenant: str | None = None,
+        **options: Unpack[TemplateOptions],
+    ) -> PinResult:
+        """Keep the full blocks of a prefix in the KV memory of workers, whatever the load.
+
+        A second pin of the same name replaces the first.
+
+        Args:
+            name: names the pin, within its model.
+            prefix: text, token ids, or the first messages of a conversation. Text is a prompt as
+                `generate` takes it; what `chat` takes are messages.
+            model: where several are served.
+            cache_salt: as in the requests that share the prefix.
+            tenant: whose requests it is for. Absent is the tenant of this client's key.
+            options: how messages are rendered.
+
+        Raises:
+            UnsupportedError: no worker has room for it within its pin budget.
+        """
+        fields = {"model": model, "cache_salt": cache_salt, "tenant": tenant, **options}
+        request = _wire.pin_request(name, prefix, fields)
+        answer = await self._core.unary(lambda on: on.operations.PinPrefix(request, metadata=on.metadata))
+        return PinResult(answer.tokens, answer.blocks, answer.workers, tuple(answer.without_room))
+
+    async def unpin_prefix(self, name: str, *, model: str = "") -> int:
+        """Let a pinned prefix go and return the blocks that it had.
+
+        Raises:
+            NotFoundError: there is none of that name.
+        """
+        request = operations_pb2.UnpinPrefixRequest(name=name, model=model)
+        answer = await self._core.unary(lambda on: on.operations.UnpinPrefix(request, metadata=on.metadata))
+        return answer.blocks
+
+    async def audit(self, worker_id: str | None = None) -> list[WorkerAudit]:
+        """Have one worker, or all that are attached, verify their books from scratch between two steps."""
+        request = operations_pb2.AuditWorkersRequest(worker_id=worker_id)
+        answer = await self._core.unary(lambda on: on.operations.AuditWorkers(request, metadata=on.metadata))
+        return [_wire.audit(one) for one in answer.audits]
 
     async def aclose(self) -> None:
         """Cancel what runs and close the connections."""

@@ -26,9 +26,11 @@ from octavo.types import (
     GenerateResult,
     Messages,
     ModelInfo,
+    PinResult,
     Prompt,
     TemplateOptions,
     Tokenization,
+    WorkerAudit,
 )
 from octavo.v1 import generation_pb2 as pb
 
@@ -222,6 +224,29 @@ class Client:
     ) -> DrainResult:
         """Stop admitting: the whole scheduler, or one worker; see `AsyncClient.drain`."""
         return self._thread.run(self._aio.drain(worker_id, grace=grace, endpoint=endpoint))
+
+    def pin_prefix(
+        self,
+        name: str,
+        prefix: Prompt | Messages,
+        *,
+        model: str = "",
+        cache_salt: str = "",
+        tenant: str | None = None,
+        **options: Unpack[TemplateOptions],
+    ) -> PinResult:
+        """Keep a prefix in the KV memory of workers, whatever the load; see `AsyncClient.pin_prefix`."""
+        return self._thread.run(
+            self._aio.pin_prefix(name, prefix, model=model, cache_salt=cache_salt, tenant=tenant, **options)
+        )
+
+    def unpin_prefix(self, name: str, *, model: str = "") -> int:
+        """Let a pinned prefix go and return the blocks that it had."""
+        return self._thread.run(self._aio.unpin_prefix(name, model=model))
+
+    def audit(self, worker_id: str | None = None) -> list[WorkerAudit]:
+        """Have one worker, or all, verify their books from scratch between two steps."""
+        return self._thread.run(self._aio.audit(worker_id))
 
     def close(self) -> None:
         """Cancel what runs and close the connections."""

@@ -65,6 +65,8 @@ class WorkerStatus:
     max_num_seqs: int
     max_num_batched_tokens: int
     runner: str
+    devices: int = 1
+    """GPUs that it computes on together, 1 where it has none; 0 while it is not attached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,17 @@ class OverloadStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class PinStatus:
+    """A pinned prefix."""
+
+    name: str
+    model: str
+    blocks: int
+    workers: tuple[str, ...]
+    """Ids of the attached workers that keep it; the others have no room within their pin budget."""
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """A scheduler. The sum of `outcomes` and `live_requests` is `arrivals`."""
 
@@ -164,3 +177,5 @@ class Status:
     """What leads to `level`, one entry per model; empty when the ladder is off."""
     key_file_problem: str | None = None
     """Why the key file as it is now cannot be used; the last good one is in force."""
+    pins: tuple[PinStatus, ...] = ()
+    """By model and name."""

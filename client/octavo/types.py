@@ -248,6 +248,38 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class PinResult:
+    """What came of a pin: a prefix of so many tokens, in full blocks."""
+
+    tokens: int
+    blocks: int
+    workers: int
+    """Workers that keep it, each block as soon as it is computed there."""
+    without_room: tuple[str, ...] = ()
+    """Ids of the workers of the model whose pin budget has no room for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAudit:
+    """What came of the audit of one worker's books."""
+
+    worker_id: str
+    violation: str | None
+    """The first invariant that does not hold."""
+    problem: str | None
+    """Why there is no verdict."""
+    blocks: int
+    """Size of its pool."""
+    check_s: float
+    """How long the check took, which is how long the next step waited."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the audit was made and found nothing."""
+        return self.violation is None and self.problem is None
+
+
+@dataclass(frozen=True, slots=True)
 class DrainResult:
     """What was left when the drain began."""
 

@@ -118,7 +118,12 @@ class Worker:
 
 
 async def start_worker(
-    worker_id: str = "w1", *, port: int = 0, info: ModelInfo | None = None, **flags: object
+    worker_id: str = "w1",
+    *,
+    port: int = 0,
+    info: ModelInfo | None = None,
+    num_devices: int = 1,
+    **flags: object,
 ) -> Worker:
     """Start a worker."""
     given = {"runner": "sim", "num_blocks": 256, "max_model_len": 1024, "max_num_seqs": 16, **flags}
@@ -137,6 +142,7 @@ async def start_worker(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         adapters=loaded.info.adapters,
         simulated=True,
+        num_devices=num_devices,
     )
     sessions = Sessions(terms, loop, Metrics(), loaded.faults)
     service = WorkerService()

@@ -5,12 +5,37 @@ from __future__ import annotations
 import octavo
 import pytest
 
-from tests.e2e.scheduler_stack import one_worker
+from tests.e2e.scheduler_stack import one_worker, scheduler, start_worker, until
 
 
 @pytest.fixture(autouse=True)
 def _no_samples_but_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler_svc.history.INTERVAL_S", 3600.0)
+
+
+async def test_cost_counts_every_device_of_the_workers_that_are_attached() -> None:
+    workers = [await start_worker("one"), await start_worker("four", num_devices=4)]
+    try:
+        async with scheduler(*(worker.address for worker in workers), price_per_gpu_hour=3.6) as stack:
+            await stack.wait_ready(2)
+            metrics = stack.process.metrics.registry
+            await stack.generate(text="twelve bytes")
+            status = await stack.status()
+            assert {worker.worker_id: worker.devices for worker in status.workers} == {"one": 1, "four": 4}
+            # One GPU for an hour costs 3.6, so a second of five of them costs 0.005.
+            rates = status.rates
+            assert rates.cost_per_1k_tokens == pytest.approx(5 / rates.output_tokens_per_s)
+            assert metrics.get_sample_value("octavo_devices") == 5
+            assert metrics.get_sample_value("octavo_price_per_gpu_hour") == 3.6
+
+            await workers[1].stop()
+            await until(lambda: stack.process.fleet.num_ready == 1)
+            status = await stack.status()
+            assert {worker.worker_id: worker.devices for worker in status.workers} == {"one": 1, "four": 0}
+            assert metrics.get_sample_value("octavo_devices") == 1
+    finally:
+        for worker in workers:
+            await worker.stop()
 
 
 async def test_history_holds_latency_throughput_cost_and_refusals_and_grows_while_watched() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import octavo
 import pytest
 from octavo.v1 import operations_pb2
 
-from tests.e2e.scheduler_stack import Stack, one_worker, until
+from tests.e2e.scheduler_stack import Stack, one_worker, scheduler, start_worker, until
 from worker_svc.runner.sim import KV_BYTES_PER_TOKEN
 
 BLOCK = 16
@@ -74,6 +75,90 @@ async def test_status_says_what_the_host_tier_cost_and_saved() -> None:
     assert after.copied_out_bytes >= after.copied_in_bytes
     assert after.copy_in_us_per_block > 0
     assert after.copy_out_us_per_block > 0
+
+
+async def test_audit_names_what_is_broken_and_the_worker_serves_on() -> None:
+    workers = [await start_worker(name, check_integrity=False) for name in ("sound", "broken")]
+    sound, broken = workers
+
+    def lose_a_block(engine: Any) -> None:
+        engine.memory._pool._free.take(1)
+
+    try:
+        async with scheduler(*(worker.address for worker in workers)) as stack:
+            await stack.wait_ready(2)
+            async with octavo.AsyncClient(f"127.0.0.1:{stack.port}") as client:
+                for worker in workers:
+                    worker.gate.close()
+                running = [asyncio.create_task(client.generate(f"{n} runs meanwhile")) for n in range(4)]
+                await until(lambda: _all_run(stack))
+                audits = asyncio.create_task(client.audit())
+                for worker in workers:
+                    worker.gate.open()
+                assert [(one.worker_id, one.ok) for one in await audits] == [
+                    ("broken", True),
+                    ("sound", True),
+                ]
+                await asyncio.gather(*running)
+
+                await broken.loop.call(lose_a_block)
+                found, fine = await client.audit()
+                assert found.violation is not None
+                assert (fine.worker_id, fine.ok, fine.blocks) == ("sound", True, sound.num_blocks)
+                assert [one.ok for one in await client.audit("sound")] == [True]
+                assert len(await asyncio.gather(*(client.generate(f"{n} after") for n in range(4)))) == 4
+                with pytest.raises(octavo.NotFoundError):
+                    await client.audit("nobody")
+                await broken.server.stop(0)
+                assert [one.worker_id for one in await client.audit() if one.ok] == ["sound"]
+    finally:
+        for worker in workers:
+            await worker.stop()
+
+
+async def _all_run(stack: Stack) -> bool:
+    return sum(worker.running for worker in (await stack.status()).workers) == 4
+
+
+async def test_pins_of_every_form_are_kept_by_the_workers_that_have_room() -> None:
+    text = "a system prompt that many requests share, word for word"
+    chat = [octavo.ChatMessage("system", "x" * CHARACTERS)]
+    workers = [
+        await start_worker("large", pin_budget_blocks=20),
+        await start_worker("small", pin_budget_blocks=4),
+        await start_worker("contiguous", kv_layout="contiguous"),
+    ]
+    try:
+        async with scheduler(*(worker.address for worker in workers)) as stack:
+            await stack.wait_ready(3)
+            async with octavo.AsyncClient(f"127.0.0.1:{stack.port}") as client:
+                first = await client.pin_prefix("text", text)
+                again = await client.pin_prefix("tokens", (await client.tokenize(text)).token_ids)
+                turns = await client.pin_prefix("chat", chat)
+                rendered = await client.tokenize_chat(chat, add_generation_prompt=False)
+                # The same blocks under another name take no more of the budget.
+                assert first == again
+                assert first.blocks == len(text) // BLOCK
+                assert (first.workers, first.without_room) == (2, ("contiguous",))
+                assert (turns.tokens, turns.workers) == (len(rendered.token_ids), 1)
+                assert turns.without_room == ("contiguous", "small")
+
+                await asyncio.gather(*(client.generate(f"{text} and {n}") for n in range(8)))
+                kept = {pin.name: (pin.blocks, pin.workers) for pin in (await client.status()).pins}
+                assert kept == {
+                    "text": (first.blocks, ("large", "small")),
+                    "tokens": (first.blocks, ("large", "small")),
+                    "chat": (turns.blocks, ("large",)),
+                }
+                for name in ("text", "tokens", "chat"):
+                    await client.unpin_prefix(name)
+                assert (await client.status()).pins == ()
+                with pytest.raises(octavo.UnsupportedError) as caught:
+                    await client.pin_prefix("wide", "y" * 1000)
+                assert caught.value.reason == "PIN_BUDGET"
+    finally:
+        for worker in workers:
+            await worker.stop()
 
 
 async def test_pinned_prefix_is_cached_after_any_load_and_a_lifted_one_is_not() -> None:

@@ -99,6 +99,8 @@ def show(status: Status, points: Sequence[HistoryPoint] | None = None) -> str:
     lines += ["", _workers(status)]
     if status.tenants and [tenant.tenant for tenant in status.tenants] != ["anonymous"]:
         lines += ["", _tenants(status)]
+    if status.pins:
+        lines += ["", _pins(status)]
     if any(queue.waiting for queue in status.queues):
         lines += ["", _queues(status)]
     if status.outcomes:
@@ -177,6 +179,11 @@ def _queues(status: Status) -> str:
         if queue.waiting
     ]
     return output.table(("QUEUE", "CLASS", "WAITING", "TOKENS", "OLDEST"), rows, right=(2, 3, 4))
+
+
+def _pins(status: Status) -> str:
+    rows = [(pin.name, pin.model, pin.blocks, ", ".join(pin.workers) or "none") for pin in status.pins]
+    return output.table(("PIN", "MODEL", "BLOCKS", "KEPT ON"), rows, right=(2,))
 
 
 def _tenants(status: Status) -> str:

@@ -10,6 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import octavo.v1.common_pb2
+import octavo.v1.generation_pb2
 import sys
 import typing
 
@@ -180,6 +181,7 @@ class Status(google.protobuf.message.Message):
     TENANTS_FIELD_NUMBER: builtins.int
     KEY_FILE_PROBLEM_FIELD_NUMBER: builtins.int
     OVERLOAD_FIELD_NUMBER: builtins.int
+    PINS_FIELD_NUMBER: builtins.int
     scheduler_id: builtins.str
     version: builtins.str
     uptime_s: builtins.float
@@ -214,6 +216,10 @@ class Status(google.protobuf.message.Message):
     def overload(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___OverloadStatus]:
         """What leads to `level`, one entry per model; empty when the ladder is off."""
 
+    @property
+    def pins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PinStatus]:
+        """By model and name."""
+
     def __init__(
         self,
         *,
@@ -232,12 +238,42 @@ class Status(google.protobuf.message.Message):
         tenants: collections.abc.Iterable[global___TenantStatus] | None = ...,
         key_file_problem: builtins.str | None = ...,
         overload: collections.abc.Iterable[global___OverloadStatus] | None = ...,
+        pins: collections.abc.Iterable[global___PinStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "key_file_problem", b"key_file_problem", "rates", b"rates"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "outcomes", b"outcomes", "overload", b"overload", "queues", b"queues", "rates", b"rates", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "outcomes", b"outcomes", "overload", b"overload", "pins", b"pins", "queues", b"queues", "rates", b"rates", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_key_file_problem", b"_key_file_problem"]) -> typing.Literal["key_file_problem"] | None: ...
 
 global___Status = Status
+
+@typing.final
+class PinStatus(google.protobuf.message.Message):
+    """A pinned prefix."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    model: builtins.str
+    blocks: builtins.int
+    @property
+    def workers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Ids of the attached workers that keep it. The others have no room for it within their pin budget."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        model: builtins.str = ...,
+        blocks: builtins.int = ...,
+        workers: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "model", b"model", "name", b"name", "workers", b"workers"]) -> None: ...
+
+global___PinStatus = PinStatus
 
 @typing.final
 class TenantStatus(google.protobuf.message.Message):
@@ -535,6 +571,7 @@ class WorkerStatus(google.protobuf.message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
     RUNNER_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     address: builtins.str
     model: builtins.str
@@ -548,6 +585,8 @@ class WorkerStatus(google.protobuf.message.Message):
     max_num_seqs: builtins.int
     max_num_batched_tokens: builtins.int
     runner: builtins.str
+    devices: builtins.int
+    """GPUs that it computes on together, 1 where it has none; 0 while it is not attached."""
     @property
     def pool(self) -> global___PoolStatus: ...
     def __init__(
@@ -565,9 +604,10 @@ class WorkerStatus(google.protobuf.message.Message):
         max_num_seqs: builtins.int = ...,
         max_num_batched_tokens: builtins.int = ...,
         runner: builtins.str = ...,
+        devices: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "bubble_share", b"bubble_share", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pool", b"pool", "runner", b"runner", "running", b"running", "state", b"state", "step_ms", b"step_ms", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "bubble_share", b"bubble_share", "devices", b"devices", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pool", b"pool", "runner", b"runner", "running", b"running", "state", b"state", "step_ms", b"step_ms", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
 
@@ -717,6 +757,8 @@ class PinPrefixRequest(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     SYSTEM_PROMPT_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    CHAT_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     model: builtins.str
@@ -728,6 +770,12 @@ class PinPrefixRequest(google.protobuf.message.Message):
     cache_salt: builtins.str
     tenant: builtins.str
     """Whose requests it is for; absent is the tenant of the caller's key."""
+    @property
+    def tokens(self) -> octavo.v1.generation_pb2.TokenIds: ...
+    @property
+    def chat(self) -> octavo.v1.generation_pb2.Chat:
+        """The beginning of a conversation; here an absent `add_generation_prompt` is false."""
+
     def __init__(
         self,
         *,
@@ -735,15 +783,17 @@ class PinPrefixRequest(google.protobuf.message.Message):
         name: builtins.str = ...,
         text: builtins.str = ...,
         system_prompt: builtins.str = ...,
+        tokens: octavo.v1.generation_pb2.TokenIds | None = ...,
+        chat: octavo.v1.generation_pb2.Chat | None = ...,
         cache_salt: builtins.str = ...,
         tenant: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_tenant", b"_tenant", "input", b"input", "system_prompt", b"system_prompt", "tenant", b"tenant", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_tenant", b"_tenant", "cache_salt", b"cache_salt", "input", b"input", "model", b"model", "name", b"name", "system_prompt", b"system_prompt", "tenant", b"tenant", "text", b"text"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_tenant", b"_tenant", "chat", b"chat", "input", b"input", "system_prompt", b"system_prompt", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_tenant", b"_tenant", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "model", b"model", "name", b"name", "system_prompt", b"system_prompt", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tenant", b"_tenant"]) -> typing.Literal["tenant"] | None: ...
     @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "system_prompt"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "system_prompt", "tokens", "chat"] | None: ...
 
 global___PinPrefixRequest = PinPrefixRequest
 
@@ -754,18 +804,26 @@ class PinPrefixResponse(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
+    WITHOUT_ROOM_FIELD_NUMBER: builtins.int
     tokens: builtins.int
     blocks: builtins.int
     workers: builtins.int
-    """Workers that hold it now."""
+    """Workers that keep it from now on, each block as soon as it is computed there."""
+    @property
+    def without_room(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Ids of the workers of the model that have no room for it within their pin budget. When none has
+        room, the call fails with PIN_BUDGET.
+        """
+
     def __init__(
         self,
         *,
         tokens: builtins.int = ...,
         blocks: builtins.int = ...,
         workers: builtins.int = ...,
+        without_room: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "tokens", b"tokens", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "tokens", b"tokens", "without_room", b"without_room", "workers", b"workers"]) -> None: ...
 
 global___PinPrefixResponse = PinPrefixResponse
 
@@ -835,6 +893,78 @@ class SetFaultsResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 global___SetFaultsResponse = SetFaultsResponse
+
+@typing.final
+class AuditWorkersRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    worker_id: builtins.str
+    """One worker; absent is all that are attached."""
+    def __init__(
+        self,
+        *,
+        worker_id: builtins.str | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_worker_id", b"_worker_id", "worker_id", b"worker_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_worker_id", b"_worker_id", "worker_id", b"worker_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_worker_id", b"_worker_id"]) -> typing.Literal["worker_id"] | None: ...
+
+global___AuditWorkersRequest = AuditWorkersRequest
+
+@typing.final
+class AuditWorkersResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AUDITS_FIELD_NUMBER: builtins.int
+    @property
+    def audits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerAudit]: ...
+    def __init__(
+        self,
+        *,
+        audits: collections.abc.Iterable[global___WorkerAudit] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audits", b"audits"]) -> None: ...
+
+global___AuditWorkersResponse = AuditWorkersResponse
+
+@typing.final
+class WorkerAudit(google.protobuf.message.Message):
+    """What came of the audit of one worker."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    VIOLATION_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    CHECK_MS_FIELD_NUMBER: builtins.int
+    worker_id: builtins.str
+    violation: builtins.str
+    """The first invariant that does not hold; absent when all do."""
+    problem: builtins.str
+    """Why there is no verdict; absent when there is one."""
+    blocks: builtins.int
+    """Size of its pool."""
+    check_ms: builtins.float
+    """How long the check took, which is how long the next step waited."""
+    def __init__(
+        self,
+        *,
+        worker_id: builtins.str = ...,
+        violation: builtins.str | None = ...,
+        problem: builtins.str | None = ...,
+        blocks: builtins.int = ...,
+        check_ms: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_problem", b"_problem", "_violation", b"_violation", "problem", b"problem", "violation", b"violation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_problem", b"_problem", "_violation", b"_violation", "blocks", b"blocks", "check_ms", b"check_ms", "problem", b"problem", "violation", b"violation", "worker_id", b"worker_id"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_problem", b"_problem"]) -> typing.Literal["problem"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_violation", b"_violation"]) -> typing.Literal["violation"] | None: ...
+
+global___WorkerAudit = WorkerAudit
 
 @typing.final
 class Fault(google.protobuf.message.Message):

@@ -65,6 +65,11 @@ class OperationsStub(object):
                 request_serializer=octavo_dot_v1_dot_operations__pb2.SetFaultsRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_operations__pb2.SetFaultsResponse.FromString,
                 _registered_method=True)
+        self.AuditWorkers = channel.unary_unary(
+                '/octavo.v1.Operations/AuditWorkers',
+                request_serializer=octavo_dot_v1_dot_operations__pb2.AuditWorkersRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_operations__pb2.AuditWorkersResponse.FromString,
+                _registered_method=True)
 
 
 class OperationsServicer(object):
@@ -111,6 +116,13 @@ class OperationsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AuditWorkers(self, request, context):
+        """Have workers verify their books from scratch, between two steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperationsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +155,11 @@ def add_OperationsServicer_to_server(servicer, server):
                     servicer.SetFaults,
                     request_deserializer=octavo_dot_v1_dot_operations__pb2.SetFaultsRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_operations__pb2.SetFaultsResponse.SerializeToString,
+            ),
+            'AuditWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.AuditWorkers,
+                    request_deserializer=octavo_dot_v1_dot_operations__pb2.AuditWorkersRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_operations__pb2.AuditWorkersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -308,6 +325,33 @@ class Operations(object):
             '/octavo.v1.Operations/SetFaults',
             octavo_dot_v1_dot_operations__pb2.SetFaultsRequest.SerializeToString,
             octavo_dot_v1_dot_operations__pb2.SetFaultsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AuditWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.Operations/AuditWorkers',
+            octavo_dot_v1_dot_operations__pb2.AuditWorkersRequest.SerializeToString,
+            octavo_dot_v1_dot_operations__pb2.AuditWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,12 @@ class OperationsStub:
     ]
     """Only when fault injection was enabled at start."""
 
+    AuditWorkers: grpc.UnaryUnaryMultiCallable[
+        octavo.v1.operations_pb2.AuditWorkersRequest,
+        octavo.v1.operations_pb2.AuditWorkersResponse,
+    ]
+    """Have workers verify their books from scratch, between two steps."""
+
 class OperationsAsyncStub:
     """What operators speak."""
 
@@ -91,6 +97,12 @@ class OperationsAsyncStub:
         octavo.v1.operations_pb2.SetFaultsResponse,
     ]
     """Only when fault injection was enabled at start."""
+
+    AuditWorkers: grpc.aio.UnaryUnaryMultiCallable[
+        octavo.v1.operations_pb2.AuditWorkersRequest,
+        octavo.v1.operations_pb2.AuditWorkersResponse,
+    ]
+    """Have workers verify their books from scratch, between two steps."""
 
 class OperationsServicer(metaclass=abc.ABCMeta):
     """What operators speak."""
@@ -140,5 +152,13 @@ class OperationsServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[octavo.v1.operations_pb2.SetFaultsResponse, collections.abc.Awaitable[octavo.v1.operations_pb2.SetFaultsResponse]]:
         """Only when fault injection was enabled at start."""
+
+    @abc.abstractmethod
+    def AuditWorkers(
+        self,
+        request: octavo.v1.operations_pb2.AuditWorkersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[octavo.v1.operations_pb2.AuditWorkersResponse, collections.abc.Awaitable[octavo.v1.operations_pb2.AuditWorkersResponse]]:
+        """Have workers verify their books from scratch, between two steps."""
 
 def add_OperationsServicer_to_server(servicer: OperationsServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

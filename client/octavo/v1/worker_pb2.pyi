@@ -143,6 +143,7 @@ class WorkerDescription(google.protobuf.message.Message):
     SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
     ADD_BOS_TOKEN_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     """Drawn at start: another value means that the cache was lost."""
@@ -163,6 +164,8 @@ class WorkerDescription(google.protobuf.message.Message):
     max_num_batched_tokens: builtins.int
     add_bos_token: builtins.bool
     """Text before a prompt gets bos_token_id when true and the tokenizer does not add it."""
+    devices: builtins.int
+    """GPUs that it computes on together; absent is 1."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -205,13 +208,16 @@ class WorkerDescription(google.protobuf.message.Message):
         special_tokens: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         adapters: collections.abc.Iterable[builtins.str] | None = ...,
         add_bos_token: builtins.bool = ...,
+        devices: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "generation_defaults", b"generation_defaults", "geometry", b"geometry"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "adapters", b"adapters", "add_bos_token", b"add_bos_token", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation_defaults", b"generation_defaults", "geometry", b"geometry", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_id", b"model_id", "protocol_version", b"protocol_version", "revision", b"revision", "runner", b"runner", "special_tokens", b"special_tokens", "tokenizer_files", b"tokenizer_files", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "_devices", b"_devices", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "devices", b"devices", "generation_defaults", b"generation_defaults", "geometry", b"geometry"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "_devices", b"_devices", "adapters", b"adapters", "add_bos_token", b"add_bos_token", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation_defaults", b"generation_defaults", "geometry", b"geometry", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_id", b"model_id", "protocol_version", b"protocol_version", "revision", b"revision", "runner", b"runner", "special_tokens", b"special_tokens", "tokenizer_files", b"tokenizer_files", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bos_token_id", b"_bos_token_id"]) -> typing.Literal["bos_token_id"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_chat_template", b"_chat_template"]) -> typing.Literal["chat_template"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_devices", b"_devices"]) -> typing.Literal["devices"] | None: ...
 
 global___WorkerDescription = WorkerDescription
 
@@ -1026,3 +1032,38 @@ class InjectFaultsResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 global___InjectFaultsResponse = InjectFaultsResponse
+
+@typing.final
+class AuditRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___AuditRequest = AuditRequest
+
+@typing.final
+class AuditResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VIOLATION_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    CHECK_MS_FIELD_NUMBER: builtins.int
+    violation: builtins.str
+    """The first invariant that does not hold; absent when all do."""
+    blocks: builtins.int
+    """Size of the pool."""
+    check_ms: builtins.float
+    def __init__(
+        self,
+        *,
+        violation: builtins.str | None = ...,
+        blocks: builtins.int = ...,
+        check_ms: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_violation", b"_violation", "violation", b"violation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_violation", b"_violation", "blocks", b"blocks", "check_ms", b"check_ms", "violation", b"violation"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_violation", b"_violation"]) -> typing.Literal["violation"] | None: ...
+
+global___AuditResponse = AuditResponse

@@ -50,6 +50,11 @@ class WorkerStub(object):
                 request_serializer=octavo_dot_v1_dot_worker__pb2.InjectFaultsRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_worker__pb2.InjectFaultsResponse.FromString,
                 _registered_method=True)
+        self.Audit = channel.unary_unary(
+                '/octavo.v1.Worker/Audit',
+                request_serializer=octavo_dot_v1_dot_worker__pb2.AuditRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_worker__pb2.AuditResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -76,6 +81,13 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Audit(self, request, context):
+        """Verify all books from scratch at the next step boundary.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.InjectFaults,
                     request_deserializer=octavo_dot_v1_dot_worker__pb2.InjectFaultsRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_worker__pb2.InjectFaultsResponse.SerializeToString,
+            ),
+            'Audit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Audit,
+                    request_deserializer=octavo_dot_v1_dot_worker__pb2.AuditRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_worker__pb2.AuditResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -177,6 +194,33 @@ class Worker(object):
             '/octavo.v1.Worker/InjectFaults',
             octavo_dot_v1_dot_worker__pb2.InjectFaultsRequest.SerializeToString,
             octavo_dot_v1_dot_worker__pb2.InjectFaultsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Audit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.Worker/Audit',
+            octavo_dot_v1_dot_worker__pb2.AuditRequest.SerializeToString,
+            octavo_dot_v1_dot_worker__pb2.AuditResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,12 @@ class WorkerStub:
     ]
     """Only when fault injection was enabled at start."""
 
+    Audit: grpc.UnaryUnaryMultiCallable[
+        octavo.v1.worker_pb2.AuditRequest,
+        octavo.v1.worker_pb2.AuditResponse,
+    ]
+    """Verify all books from scratch at the next step boundary."""
+
 class WorkerAsyncStub:
     """What a scheduler speaks to a worker. One scheduler at a time; see docs/protocol.md."""
 
@@ -57,6 +63,12 @@ class WorkerAsyncStub:
         octavo.v1.worker_pb2.InjectFaultsResponse,
     ]
     """Only when fault injection was enabled at start."""
+
+    Audit: grpc.aio.UnaryUnaryMultiCallable[
+        octavo.v1.worker_pb2.AuditRequest,
+        octavo.v1.worker_pb2.AuditResponse,
+    ]
+    """Verify all books from scratch at the next step boundary."""
 
 class WorkerServicer(metaclass=abc.ABCMeta):
     """What a scheduler speaks to a worker. One scheduler at a time; see docs/protocol.md."""
@@ -83,5 +95,13 @@ class WorkerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[octavo.v1.worker_pb2.InjectFaultsResponse, collections.abc.Awaitable[octavo.v1.worker_pb2.InjectFaultsResponse]]:
         """Only when fault injection was enabled at start."""
+
+    @abc.abstractmethod
+    def Audit(
+        self,
+        request: octavo.v1.worker_pb2.AuditRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[octavo.v1.worker_pb2.AuditResponse, collections.abc.Awaitable[octavo.v1.worker_pb2.AuditResponse]]:
+        """Verify all books from scratch at the next step boundary."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

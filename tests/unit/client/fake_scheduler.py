@@ -52,6 +52,7 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
 
     def __init__(self) -> None:
         self.drains = 0
+        self.pins: list[operations_pb2.PinPrefixRequest] = []
 
     status = operations_pb2.Status(
         scheduler_id="fake-1",
@@ -86,6 +87,7 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
                 model="fake", level=1, backlog=0.62, wait=0.4, misses=0.03, predicted_ttft_ms=900
             )
         ],
+        pins=[operations_pb2.PinStatus(name="support", model="fake", blocks=12, workers=["w0"])],
         rates=operations_pb2.Rates(
             requests_per_s=2.5, output_tokens_per_s=80, ttft_p50_ms=120, ttft_p99_ms=1500
         ),
@@ -131,6 +133,28 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
         self.drains += 1
         return operations_pb2.DrainResponse(running=3, waiting=request.grace_ms)
 
+    async def PinPrefix(  # noqa: N802 # named by the contract
+        self, request: operations_pb2.PinPrefixRequest, context: object
+    ) -> operations_pb2.PinPrefixResponse:
+        self.pins.append(request)
+        return operations_pb2.PinPrefixResponse(tokens=40, blocks=2, workers=1, without_room=["w1"])
+
+    async def AuditWorkers(  # noqa: N802 # named by the contract
+        self, request: operations_pb2.AuditWorkersRequest, context: object
+    ) -> operations_pb2.AuditWorkersResponse:
+        audits = [
+            operations_pb2.WorkerAudit(worker_id="w0", blocks=100, check_ms=1.25),
+            operations_pb2.WorkerAudit(worker_id="w1", violation="free + active == total: 99"),
+            operations_pb2.WorkerAudit(worker_id="w2", problem="UNAVAILABLE: gone"),
+        ]
+        wanted = [one for one in audits if not request.worker_id or one.worker_id == request.worker_id]
+        return operations_pb2.AuditWorkersResponse(audits=wanted)
+
+    async def UnpinPrefix(  # noqa: N802 # named by the contract
+        self, request: operations_pb2.UnpinPrefixRequest, context: object
+    ) -> operations_pb2.UnpinPrefixResponse:
+        return operations_pb2.UnpinPrefixResponse(blocks=2)
+
 
 class FakeScheduler(pb_grpc.GenerationServicer):
     """Prompts steer it: `refuse REASON CODE` is refused, `fail REASON CODE` fails after two tokens.
@@ -139,6 +163,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
     """
 
     def __init__(self) -> None:
+        self.operations = FakeOperations()
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled: list[str] = []
         self.sessions = 0

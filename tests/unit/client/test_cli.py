@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from octavo import AsyncClient
+from octavo import AsyncClient, Client, InvalidRequestError
 from octavo.cli import chat, health, output
 from octavo.cli.main import COMMANDS, main
 from octavo.gateway.config import GatewaySettings
@@ -123,6 +123,7 @@ def test_status_shows_workers_queues_and_outcomes(threaded: ThreadedScheduler, c
         "pressure  fake: backlog 62%, wait 40%, blocks 0%, missed deadlines 3%; "
         "first token expected after 900 ms\n"
     ) in shown
+    assert ["support", "fake", "12", "w0"] in [line.split() for line in shown.splitlines()]
     assert ["fake", "interactive", "4", "400", "250", "ms"] in [line.split() for line in shown.splitlines()]
 
 
@@ -361,6 +362,77 @@ def test_service_without_its_extra_names_the_extra(service: str) -> None:
     assert done.returncode == 1
     assert f"pip install 'octavo[{extra}]'" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "system"),
+    [
+        (["--text", "as it is"], "as it is", []),
+        (["--file", "-"], "from a pipe", []),
+        (["--system", "be brief"], "", ["be brief"]),
+    ],
+)
+def test_pin_sends_the_prefix_and_says_who_keeps_it(
+    threaded: ThreadedScheduler,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    text: str,
+    system: list[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+
+    assert octavo(threaded, "pin", "support", *flags, "--tenant", "shop", "--cache-salt", "s") == 0
+
+    (request,) = threaded.fake.operations.pins
+    assert (request.name, request.text, request.tenant, request.cache_salt) == ("support", text, "shop", "s")
+    assert [turn.content for turn in request.chat.messages] == system
+    said = "pinned support: 2 blocks of 40 tokens, on 1 workers; no room within the pin budget of w1\n"
+    assert capsys.readouterr().out == said
+    assert octavo(threaded, "unpin", "support") == 0
+    assert capsys.readouterr().out == "unpinned support: 2 blocks\n"
+
+
+def test_pin_of_a_file_that_is_not_there_is_wrong_usage(threaded: ThreadedScheduler, capsys: Capture) -> None:
+    assert octavo(threaded, "pin", "support", "--file", "/nowhere") == 2
+    assert "/nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("worker", "code", "said"),
+    [
+        ("w0", 0, "w0  ok, 100 blocks, 1.2 ms\n"),
+        ("w1", 1, "w1  violated: free + active == total: 99\n"),
+        ("w2", 1, "w2  no verdict: UNAVAILABLE: gone\n"),
+    ],
+)
+def test_audit_says_what_each_worker_found(
+    threaded: ThreadedScheduler, capsys: Capture, worker: str, code: int, said: str
+) -> None:
+    assert octavo(threaded, "audit", worker) == code
+    assert capsys.readouterr().out == said
+    assert octavo(threaded, "audit") == 1
+    assert said in capsys.readouterr().out
+
+
+def test_sdk_pins_text_tokens_and_messages(threaded: ThreadedScheduler) -> None:
+    with Client(threaded.fake.endpoint) as client:
+        pinned = client.pin_prefix("a", "text", model="fake")
+        client.pin_prefix("b", [1, 2, 3])
+        client.pin_prefix("c", [{"role": "system", "content": "hi"}], tools=[{"type": "function"}])
+        client.pin_prefix("d", "a turn", add_generation_prompt=True)
+        with pytest.raises(InvalidRequestError, match=r"tokens\.ids"):
+            client.pin_prefix("e", [-1])
+        assert client.unpin_prefix("a") == 2
+
+    assert (pinned.blocks, pinned.workers, pinned.without_room) == (2, 1, ("w1",))
+    text, tokens, chat, turn = threaded.fake.operations.pins
+    assert (text.text, text.model) == ("text", "fake")
+    assert list(tokens.tokens.ids) == [1, 2, 3]
+    assert not chat.chat.HasField("add_generation_prompt")
+    assert json.loads(chat.chat.tools_json) == [{"type": "function"}]
+    assert turn.chat.messages[0].content == "a turn"
+    assert turn.chat.add_generation_prompt
 
 
 async def test_sdk_reads_status_and_drains(threaded: ThreadedScheduler) -> None:

@@ -60,6 +60,10 @@ class HeldEngine(StepEngine):
     def pool_report(self) -> PoolReport:
         return PoolReport(1, 0, 0)
 
+    def check_integrity(self) -> None:
+        if self.broken:
+            raise KeyError("lost")
+
 
 def loaded(engine: StepEngine) -> Loaded:
     return Loaded(engine, built_in_model(), Sizing(Geometry(16, 1), 16))

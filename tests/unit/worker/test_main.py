@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from worker_svc import main
 from worker_svc.config import WorkerSettings
+from worker_svc.describe import describe
 from worker_svc.errors import DeviceLost, ModelLoadError
 from worker_svc.load import build
 from worker_svc.loop import Loaded
@@ -40,6 +41,14 @@ def settings() -> WorkerSettings:
     return WorkerSettings.load(
         {"listen": f"127.0.0.1:{port}", "metrics_port": "none", "num_blocks": 64, "runner": "sim"}
     )
+
+
+def test_worker_says_how_many_gpus_share_its_model() -> None:
+    chosen = WorkerSettings.load({"runner": "vllm", "model": "m", "tensor_parallel_size": 4})
+    loaded = build(settings(), SimRunner(built_in_model(), StepTimes()))
+    terms = main.WorkerProcess(chosen)._terms("w", loaded)
+
+    assert describe(loaded.info, terms).devices == 4
 
 
 async def test_worker_whose_device_is_lost_exits_non_zero(monkeypatch: pytest.MonkeyPatch) -> None:

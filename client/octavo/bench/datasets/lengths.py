@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from octavo.bench import BenchError
-from octavo.bench.fleet.workload import MOONCAKE, find_trace
+from octavo.bench.fleet.workload import AZURE_FILES, MOONCAKE, find_trace
 from scheduler_svc.sim import Arrival, read_azure, read_mooncake
 
 TRACES: Final = {
-    "azure-conv": "azure_llm_2023_conv.csv",
-    "azure-code": "azure_llm_2023_code.csv",
+    **AZURE_FILES,
     "mooncake": MOONCAKE,
 }
 """Names of the traces and their files."""

@@ -15,7 +15,16 @@ from typing import Final, Protocol, TypeGuard
 from octavo.bench.fleet.workload import FleetConfig, Job
 from scheduler_svc.core import CoreConfig, Effect, FinishChoice, NewRequest, Reject, SchedulerCore
 from scheduler_svc.core.request import Status
-from scheduler_svc.sim import Cell, EventLoop, Observer, Recorder, Result, WorkerHost
+from scheduler_svc.sim import (
+    Cell,
+    EventLoop,
+    FaultInjector,
+    FaultRates,
+    Observer,
+    Recorder,
+    Result,
+    WorkerHost,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +230,10 @@ def simulate(
     else:
         router = ROUTERS[arm](random.Random(seed))
         running = EarlyBinding(fleet, config, loop, [recorder, ends], router)
+    if fleet.faults != FaultRates():
+        for index, host in enumerate(running.hosts):
+            # One each: what goes wrong in a worker's n-th step does not depend on the others, nor on the arm.
+            FaultInjector(fleet.faults, random.Random(f"{seed} {index}")).install(host)
     for at, spec in jobs:
         loop.at(at, partial(running.submit, spec))
     for index in trouble.slow_workers:

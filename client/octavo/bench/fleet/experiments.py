@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from scipy import stats
 
+from octavo.bench.datasets.lengths import Drawn
 from octavo.bench.fleet import workload
 from octavo.bench.fleet.arms import ARMS, LATE, NO_TROUBLE, Trouble, simulate
 from octavo.bench.fleet.workload import FleetConfig, Job
@@ -23,6 +24,9 @@ MOONCAKE_SCALE: Final = 8
 HEALTHY: Final = "healthy"
 DEGRADED: Final = "degraded"
 PREFIX: Final = "prefix"
+POISSON: Final = "poisson"
+TRACES: Final = (*workload.AZURE_FILES, POISSON)
+STANDARD_FLEET: Final = FleetConfig()
 ARMS_OF: Final[dict[str, tuple[str, ...]]] = {
     HEALTHY: ARMS,
     DEGRADED: (LATE, "round robin", "least requests", "least tokens"),
@@ -39,8 +43,12 @@ class Traffic:
     """Share of the capacity of the fleet when nothing ails it and nothing is cached."""
     traces: Path | None = None
     """Folder of the public traces; None: where `find_trace` looks."""
+    trace: str = "azure-conv"
+    """One of TRACES, where prefixes do not matter."""
+    lengths: Drawn = Drawn(1000, 200, 1.0)
+    """Of the requests of POISSON."""
     plan_log: Path | None = None
-    """Replaces the Azure trace by the requests of a plan log."""
+    """Replaces the trace by the requests of a plan log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +87,15 @@ class Outcome:
     """At equal steps from the least to the greatest."""
 
 
-def fleet_for(condition: str) -> FleetConfig:
-    """Return the fleet of a condition.
+def fleet_for(condition: str, fleet: FleetConfig = STANDARD_FLEET) -> FleetConfig:
+    """Return the fleet of a condition, made from one that no condition has changed.
 
     Where prefixes matter all lengths of the trace are an eighth of what they were, to suit a small model;
     the longest still need a longer context than the demo model has.
     """
     if condition == PREFIX:
-        return FleetConfig(prefix_caching=True, max_model_len=16384)
-    return FleetConfig()
+        return replace(fleet, prefix_caching=True, max_model_len=16384)
+    return fleet
 
 
 def core_config(fleet: FleetConfig) -> CoreConfig:
@@ -105,9 +113,13 @@ def jobs_of(run: Run) -> tuple[list[Job], float]:
         return workload.jobs(part, fleet, MOONCAKE_SCALE), bound
     if traffic.plan_log is not None:
         return workload.jobs_of_plan_log(traffic.plan_log, fleet, traffic.load), 0.0
-    trace = workload.azure(fleet, traffic.traces)
-    part = workload.at_load(workload.window(trace, traffic.requests, run.seed), fleet, traffic.load)
-    return workload.jobs(part, fleet), 0.0
+    if traffic.trace == POISSON:
+        drawn = traffic.lengths.draw(traffic.requests, fleet.max_model_len, run.seed)
+        part = workload.at_random_times(drawn, run.seed)
+    else:
+        trace = workload.azure(traffic.trace, fleet, traffic.traces)
+        part = workload.window(trace, traffic.requests, run.seed)
+    return workload.jobs(workload.at_load(part, fleet, traffic.load), fleet), 0.0
 
 
 def trouble_of(condition: str, half_time_s: float) -> Trouble:
@@ -155,11 +167,13 @@ def _outcome(run: Run, results: Sequence[Result], span_s: float, bound: float) -
     )
 
 
-def plan_runs(conditions: Sequence[str], traffic: Traffic, num_seeds: int, first_seed: int = 1) -> list[Run]:
+def plan_runs(
+    conditions: Sequence[str], traffic: Traffic, num_seeds: int, fleet: FleetConfig = STANDARD_FLEET
+) -> list[Run]:
     """Return the runs of an experiment, the seeds of an arm apart, so that a few tell something early."""
     return [
-        Run(condition=condition, arm=arm, seed=seed, traffic=traffic, fleet=fleet_for(condition))
-        for seed in range(first_seed, first_seed + num_seeds)
+        Run(condition=condition, arm=arm, seed=seed, traffic=traffic, fleet=fleet_for(condition, fleet))
+        for seed in range(1, 1 + num_seeds)
         for condition in conditions
         for arm in ARMS_OF[condition]
     ]

@@ -21,8 +21,7 @@ from octavo.bench.fleet.experiments import (
     NUM_QUANTILES,
     PREFIX,
     Outcome,
-    Traffic,
-    fleet_for,
+    Run,
     over_seeds,
     ratio,
 )
@@ -60,7 +59,10 @@ def _arms(outcomes: Sequence[Outcome], condition: str) -> list[str]:
 
 
 def _wait_table(outcomes: Sequence[Outcome], condition: str) -> Table:
-    header = ("binding", "TTFT P50 s", "P90 s", "P99 s", "mean s", "TPOT P99 s", "P99 of one queue to this")
+    header = (
+        *("binding", "TTFT P50 s", "P90 s", "P99 s", "mean s", "TPOT P99 s"),
+        *("failed", "P99 of one queue to this"),
+    )
     rows = []
     for arm in _arms(outcomes, condition):
         values = [
@@ -71,6 +73,7 @@ def _wait_table(outcomes: Sequence[Outcome], condition: str) -> Table:
                 lambda o: o.ttft_p99_s,
                 lambda o: o.ttft_mean_s,
                 lambda o: o.tpot_p99_s,
+                lambda o: float(o.failed),
             )
         ]
         compared = "" if arm == LATE else str(ratio(outcomes, condition, (LATE, arm), lambda o: o.ttft_p99_s))
@@ -113,20 +116,20 @@ def as_markdown(outcomes: Sequence[Outcome]) -> str:
     return "\n\n".join(parts)
 
 
-def as_record(outcomes: Sequence[Outcome], traffic: Traffic) -> dict[str, Any]:
+def as_record(outcomes: Sequence[Outcome], runs: Sequence[Run]) -> dict[str, Any]:
     """Return all that is needed to judge a result and to repeat it."""
     return {
         "octavo": version("octavo"),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}; simulated, so it does not change the figures",
-        "traffic": {name: str(value) for name, value in asdict(traffic).items()},
-        "fleets": {condition: asdict(fleet_for(condition)) for condition in {o.condition for o in outcomes}},
+        "traffic": {name: str(value) for name, value in asdict(runs[0].traffic).items()},
+        "fleets": {run.condition: asdict(run.fleet) for run in runs},
         "seeds": sorted({outcome.seed for outcome in outcomes}),
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
 
 
-def write(outcomes: Sequence[Outcome], traffic: Traffic, folder: Path) -> list[Path]:
+def write(outcomes: Sequence[Outcome], runs: Sequence[Run], folder: Path) -> list[Path]:
     """Write record, tables and figures into a folder; return their paths.
 
     Raises:
@@ -135,10 +138,10 @@ def write(outcomes: Sequence[Outcome], traffic: Traffic, folder: Path) -> list[P
     folder.mkdir(parents=True, exist_ok=True)
     ordered = sorted(outcomes, key=lambda o: (list(CONDITIONS).index(o.condition), o.seed, o.arm))
     record, text = folder / "fleet.json", folder / "fleet.md"
-    record.write_text(json.dumps(as_record(ordered, traffic), indent=1) + "\n")
+    record.write_text(json.dumps(as_record(ordered, runs), indent=1) + "\n")
     text.write_text(as_markdown(ordered) + "\n")
     paths = [record, text]
-    for name, figure in figures(ordered).items():
+    for name, figure in figures(ordered, runs[0].fleet.num_workers).items():
         for kind in ("png", "svg"):
             path = folder / f"{name}.{kind}"
             figure.savefig(path, dpi=150, bbox_inches="tight")
@@ -146,7 +149,7 @@ def write(outcomes: Sequence[Outcome], traffic: Traffic, folder: Path) -> list[P
     return paths
 
 
-def figures(outcomes: Sequence[Outcome]) -> dict[str, Figure]:
+def figures(outcomes: Sequence[Outcome], num_workers: int) -> dict[str, Figure]:
     """Return the figures by name."""
     import matplotlib as mpl  # noqa: PLC0415 # slow to import, and only needed here
 
@@ -156,13 +159,14 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Figure]:
     present = {outcome.condition for outcome in outcomes}
     made = {}
     if present - {PREFIX}:
-        made["fleet_ttft"] = _wait_figure(outcomes, [c for c in (HEALTHY, DEGRADED) if c in present])
+        conditions = [c for c in (HEALTHY, DEGRADED) if c in present]
+        made["fleet_ttft"] = _wait_figure(outcomes, conditions, num_workers)
     if PREFIX in present:
         made["fleet_prefix"] = _prefix_figure(outcomes)
     return made
 
 
-def _wait_figure(outcomes: Sequence[Outcome], conditions: Sequence[str]) -> Figure:
+def _wait_figure(outcomes: Sequence[Outcome], conditions: Sequence[str], num_workers: int) -> Figure:
     from matplotlib.figure import Figure  # noqa: PLC0415 # slow to import, and only needed here
 
     figure = Figure(figsize=(5.6 * len(conditions), 4.2), layout="constrained")
@@ -170,7 +174,7 @@ def _wait_figure(outcomes: Sequence[Outcome], conditions: Sequence[str]) -> Figu
     for panel, condition in zip(panels, conditions, strict=True):
         _survival(panel, outcomes, condition)
     panels[0].set_ylabel("share of requests that wait longer")
-    figure.suptitle("Time to the first token, eight workers", fontweight="bold")
+    figure.suptitle(f"Time to the first token, {num_workers} workers", fontweight="bold")
     return figure
 
 

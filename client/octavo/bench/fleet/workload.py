@@ -15,16 +15,22 @@ from scheduler_svc.core import NewRequest
 from scheduler_svc.planlog import PlanLogError, replayed_requests
 from scheduler_svc.sim import (
     Arrival,
+    FaultRates,
     SimWorkerConfig,
     StepTimes,
     compressed,
+    poisson,
     read_azure,
     read_mooncake,
     request_of,
 )
 from scheduler_svc.sim.arrivals import MOONCAKE_BLOCK_TOKENS
 
-AZURE: Final = "azure_llm_2023_conv.csv"
+AZURE_FILES: Final = {
+    "azure-conv": "azure_llm_2023_conv.csv",
+    "azure-code": "azure_llm_2023_code.csv",
+}
+"""Traces of lengths and times, by name."""
 MOONCAKE: Final = "mooncake_conversation.jsonl"
 TRACES_VARIABLE: Final = "OCTAVO_TRACES"
 
@@ -51,6 +57,8 @@ class FleetConfig:
     max_model_len: int = 8192
     prefix_caching: bool = False
     step_times: StepTimes = field(default_factory=StepTimes.builtin)
+    faults: FaultRates = FaultRates()
+    """Chances per step of each worker, on top of what the condition brings."""
 
     def worker(self, index: int) -> SimWorkerConfig:
         """Return one of its workers."""
@@ -104,9 +112,15 @@ def find_trace(name: str, folder: Path | None = None) -> Path:
     return path
 
 
-def azure(config: FleetConfig, folder: Path | None = None) -> list[Arrival]:
-    """Read the Azure conversation trace; what no worker can hold is left out (5 of 19,366 requests)."""
-    arrivals = read_azure(find_trace(AZURE, folder))
+def at_random_times(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
+    """Return the requests at the times of a Poisson process of one per second."""
+    times = poisson(1.0, random.Random(seed))
+    return [replace(arrival, at=at) for arrival, at in zip(arrivals, times, strict=False)]
+
+
+def azure(name: str, config: FleetConfig, folder: Path | None = None) -> list[Arrival]:
+    """Read an Azure trace; what no worker can hold is left out (5 of the 19,366 conversations)."""
+    arrivals = read_azure(find_trace(AZURE_FILES[name], folder))
     return [a for a in arrivals if a.prompt_tokens + a.output_tokens <= config.max_model_len]
 
 

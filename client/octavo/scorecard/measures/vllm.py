@@ -136,7 +136,7 @@ def seeded_resume_mismatches() -> Measured:
 
 @entry(
     "vllm.overhead_b1",
-    f"gap between two steps of vLLM with one request, over {NUM_STEPS} steps of a running stack",
+    f"mean gap between two steps of vLLM with one request, over {NUM_STEPS} steps of a running stack",
     "share of a step",
     at_most(0.05),
     long=True,
@@ -148,7 +148,7 @@ async def overhead_b1() -> Measured:
 
 @entry(
     "vllm.overhead_b32",
-    f"gap between two steps of vLLM with 32 requests, over {NUM_STEPS} steps of a running stack",
+    f"mean gap between two steps of vLLM with 32 requests, over {NUM_STEPS} steps of a running stack",
     "share of a step",
     at_most(0.03),
     long=True,
