@@ -12,9 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.worker.runner.torch.conftest import load_folder
+from tests.unit.worker.runner.torch.conftest import ignore_progress, load_folder
 from tests.unit.worker.runner.torch.families import FAMILIES, save_model
 from worker_svc.errors import ModelLoadError
+from worker_svc.models import resolve
+from worker_svc.runner.torch.compute import Compute
+from worker_svc.runner.torch.describe import describe
+from worker_svc.runner.torch.hf_folder import open_hf_folder
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -51,6 +55,14 @@ def refusal(folder: Path) -> str:
     with pytest.raises(ModelLoadError) as caught:
         load_folder(folder).close()
     return str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_description_tells_the_device_that_memory_is_sized_by(folder: Path, device: str) -> None:
+    model = resolve(str(folder), ignore_progress)
+    compute = Compute(torch.device(device), torch.float32, torch.float32)
+
+    assert describe(model, open_hf_folder(folder), compute, 64).device == device
 
 
 def test_folder_as_it_was_saved_loads(folder: Path) -> None:
