@@ -80,6 +80,19 @@ async def test_session_end_drops_sequences_and_keeps_the_cache(worker: Worker) -
         assert report.admitted[0].cached_tokens == 32
 
 
+async def test_session_end_is_seen_in_the_gauges_without_another_session(worker: Worker) -> None:
+    gauge = worker.sessions._metrics.registry.get_sample_value
+    async with worker.attach() as scheduler:
+        await scheduler.run(admit=[admit(1, tokens=40)], prefill_handles=[1], prefill_tokens=[512])
+        assert gauge("octavo_worker_sequences") == 1
+        assert gauge("octavo_worker_kv_blocks", {"state": "active"}) == 3
+    await worker.vacant()
+    await worker.loop.call(lambda engine: engine.num_live)
+    assert gauge("octavo_worker_sequences") == 0
+    assert gauge("octavo_worker_kv_blocks", {"state": "active"}) == 0
+    assert gauge("octavo_worker_kv_blocks", {"state": "free"}) == NUM_BLOCKS
+
+
 async def test_welcome_waits_for_the_running_step_and_for_its_sequences_to_go(worker: Worker) -> None:
     worker.gate.held = True
     async with worker.attach(epoch=1) as former:
