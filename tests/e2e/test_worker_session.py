@@ -209,7 +209,10 @@ async def test_stream_that_begins_wrongly_is_refused(
         (pb.Admit(handle=1, token_ids=[5, 10**6], prompt_len=2), "token id 1000000"),
         (pb.Admit(handle=1, token_ids=[5] * MAX_MODEL_LEN, prompt_len=2), "leave no room"),
         (pb.Admit(handle=1, token_ids=[5] * 3_000_000, prompt_len=2), "leave no room"),
-        (pb.Admit(handle=1, token_ids=[5] * 16, prompt_len=2, keys=b"k" * 32), "2 keys for 16 tokens"),
+        (
+            pb.Admit(handle=1, token_ids=[5] * 16, prompt_len=2, keys=b"j" * 16 + b"k" * 16),
+            "2 keys for 16 tokens",
+        ),
         (pb.Admit(handle=1, token_ids=[5], prompt_len=1, adapter="poet"), "no adapter poet"),
         (
             pb.Admit(
