@@ -125,9 +125,9 @@ def _load_vllm(settings: WorkerSettings, progress: Progress) -> ModelRunner:
     from worker_svc.runner.vllm.settings import VllmSettings, chosen_dtype
 
     installed.prepare()
-    model = resolve(settings.model, progress, settings.revision)
-    dtype = chosen_dtype(settings.dtype)
+    model = resolve(settings.model, progress, settings.revision, with_code=settings.trust_remote_code)
     is_gguf = model.format is ModelFormat.GGUF
+    dtype = chosen_dtype(settings.dtype, dequantized=is_gguf)
     vllm_settings = VllmSettings(
         model=hf_folder_of(model, dtype, progress) if is_gguf else model.path,
         dtype=dtype,

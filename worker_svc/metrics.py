@@ -184,6 +184,11 @@ class Metrics:
                 self._moves[name].inc(len(keys))
         self.observe_pool(report.pool)
 
+    def observe_dropped(self, pool: PoolReport) -> None:
+        """Account for the end of a session, with which its sequences went."""
+        self._live.set(0)
+        self.observe_pool(pool)
+
     def observe_pool(self, pool: PoolReport) -> None:
         """Account for the state of the pool."""
         for name, gauge in self._blocks.items():

@@ -26,7 +26,10 @@ from worker_svc.errors import ModelLoadError
 from worker_svc.runner.base import Progress
 
 _HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+(?:/[\w./-]+\.gguf)?")
-_HUB_FILES: Final = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_FILES: Final = ("*.json", "*.safetensors", "*.jinja")
+_HUB_CODE: Final = ("*.py",)
+_HUB_DUPLICATES: Final = ("consolidated*.safetensors",)
+"""The weights once more, in a layout that no runner here reads."""
 _SAMPLE_BYTES: Final = 1 << 20
 
 
@@ -48,11 +51,14 @@ class ResolvedModel:
     path: Path
 
 
-def resolve(model: str, progress: Progress, revision: str | None = None) -> ResolvedModel:
+def resolve(
+    model: str, progress: Progress, revision: str | None = None, *, with_code: bool = False
+) -> ResolvedModel:
     """Return the model that `model` names, downloading it when it is not on this machine.
 
     `model` is `demo`, a folder, a .gguf file, a hub name `owner/name`, or one GGUF file of a hub
-    repository, `owner/name/file.gguf`. What exists on disk wins over a hub name.
+    repository, `owner/name/file.gguf`. What exists on disk wins over a hub name. `with_code` fetches the
+    code that comes with a model, too.
 
     Raises:
         ModelLoadError: there is no such model, or it cannot be fetched.
@@ -68,7 +74,7 @@ def resolve(model: str, progress: Progress, revision: str | None = None) -> Reso
         raise ModelLoadError(
             f"{model}: no such file or folder, and not a name on the Hugging Face hub (owner/name)"
         )
-    return _from_hub(model, revision, progress)
+    return _from_hub(model, revision, progress, _HUB_FILES + _HUB_CODE if with_code else _HUB_FILES)
 
 
 def _folder(path: Path) -> ResolvedModel:
@@ -116,7 +122,7 @@ def _fingerprint(paths: Iterable[Path]) -> str:
     return state.hexdigest()
 
 
-def _from_hub(name: str, revision: str | None, progress: Progress) -> ResolvedModel:
+def _from_hub(name: str, revision: str | None, progress: Progress, files: tuple[str, ...]) -> ResolvedModel:
     owner, repo, *file = name.split("/", 2)
     repo_id = f"{owner}/{repo}"
     bar = _hub_bar(progress, f"downloading {name}")
@@ -126,7 +132,13 @@ def _from_hub(name: str, revision: str | None, progress: Progress) -> ResolvedMo
             path = Path(hf_hub_download(repo_id, file[0], revision=revision, tqdm_class=bar))
         else:
             path = Path(
-                snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_FILES, tqdm_class=bar)
+                snapshot_download(
+                    repo_id,
+                    revision=revision,
+                    allow_patterns=list(files),
+                    ignore_patterns=list(_HUB_DUPLICATES),
+                    tqdm_class=bar,
+                )
             )
     except GatedRepoError as error:
         raise ModelLoadError(f"{name}: gated on the hub; accept its terms there and set HF_TOKEN") from error

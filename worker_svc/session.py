@@ -145,7 +145,8 @@ class Session:
         """Drop what this session left behind, at the next step boundary."""
         self._closed = True
         self._loop.discard_plans()
-        self._loop.call(_drop_all)
+        dropped = self._loop.call(_drop_all)
+        dropped.add_done_callback(lambda done: self._metrics.observe_dropped(done.result()))
         if self.ended.done() and not self.ended.cancelled():
             self.ended.exception()  # seen, even when the stream had broken before
 
@@ -333,5 +334,6 @@ def _pin(engine: StepEngine, name: str, keys: tuple[bytes, ...]) -> None:
     log.info(event, name=name, wanted_blocks=outcome.wanted_blocks, held_blocks=outcome.held_blocks)
 
 
-def _drop_all(engine: StepEngine) -> None:
+def _drop_all(engine: StepEngine) -> PoolReport:
     engine.drop_all()
+    return engine.pool_report()

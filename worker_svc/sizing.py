@@ -56,8 +56,8 @@ def size(settings: WorkerSettings, info: ModelInfo, available_kv_bytes: Callable
         Geometry(
             block_size=settings.tokens_per_block,
             num_blocks=num_blocks,
-            num_host_blocks=_num_host_blocks(settings, block_bytes),
-            block_bytes=block_bytes,
+            num_host_blocks=_num_host_blocks(settings, block_bytes * info.num_ranks),
+            block_bytes=block_bytes * info.num_ranks,
             paged=settings.kv_layout == "paged",
             pin_budget_blocks=pin_budget,
         ),

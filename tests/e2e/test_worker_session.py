@@ -80,6 +80,19 @@ async def test_session_end_drops_sequences_and_keeps_the_cache(worker: Worker) -
         assert report.admitted[0].cached_tokens == 32
 
 
+async def test_session_end_is_seen_in_the_gauges_without_another_session(worker: Worker) -> None:
+    gauge = worker.sessions._metrics.registry.get_sample_value
+    async with worker.attach() as scheduler:
+        await scheduler.run(admit=[admit(1, tokens=40)], prefill_handles=[1], prefill_tokens=[512])
+        assert gauge("octavo_worker_sequences") == 1
+        assert gauge("octavo_worker_kv_blocks", {"state": "active"}) == 3
+    await worker.vacant()
+    await worker.loop.call(lambda engine: engine.num_live)
+    assert gauge("octavo_worker_sequences") == 0
+    assert gauge("octavo_worker_kv_blocks", {"state": "active"}) == 0
+    assert gauge("octavo_worker_kv_blocks", {"state": "free"}) == NUM_BLOCKS
+
+
 async def test_welcome_waits_for_the_running_step_and_for_its_sequences_to_go(worker: Worker) -> None:
     worker.gate.held = True
     async with worker.attach(epoch=1) as former:
@@ -196,7 +209,10 @@ async def test_stream_that_begins_wrongly_is_refused(
         (pb.Admit(handle=1, token_ids=[5, 10**6], prompt_len=2), "token id 1000000"),
         (pb.Admit(handle=1, token_ids=[5] * MAX_MODEL_LEN, prompt_len=2), "leave no room"),
         (pb.Admit(handle=1, token_ids=[5] * 3_000_000, prompt_len=2), "leave no room"),
-        (pb.Admit(handle=1, token_ids=[5] * 16, prompt_len=2, keys=b"k" * 32), "2 keys for 16 tokens"),
+        (
+            pb.Admit(handle=1, token_ids=[5] * 16, prompt_len=2, keys=b"j" * 16 + b"k" * 16),
+            "2 keys for 16 tokens",
+        ),
         (pb.Admit(handle=1, token_ids=[5], prompt_len=1, adapter="poet"), "no adapter poet"),
         (
             pb.Admit(

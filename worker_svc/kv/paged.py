@@ -90,12 +90,13 @@ class PagedMemory:
         """Put blocks that nobody else has in place of those that the sequence must compute again.
 
         A block behind the first one lost may have come and be shared; one that is lost may be computed
-        by another sequence that waited for it.
+        by another sequence that waited for it. Once that one is gone, the block is this sequence's own.
         """
         replaced = [
             index
             for index in range(arrival.num_valid_blocks, arrival.num_blocks)
-            if index in arrival.taken_blocks or self._pool.key_of(block_table[index]) is not None
+            if (index in arrival.taken_blocks and self._pool.ref_count(block_table[index]) > 1)
+            or self._pool.key_of(block_table[index]) is not None
         ]
         old = [block_table[index] for index in replaced]
         self._pool.release(old)

@@ -35,8 +35,11 @@ class ModelInfo:
     special_tokens: dict[str, str]
     tokenizer_files: dict[str, bytes]
     kv_bytes_per_token: int
+    """In one rank."""
     adapters: tuple[str, ...] = ()
     device: str = "cpu"
+    num_ranks: int = 1
+    """Processes of one host that share the model, each with its part of every block."""
 
 
 @dataclass(slots=True)

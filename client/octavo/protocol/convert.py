@@ -197,6 +197,8 @@ def admit_from_proto(message: worker_pb2.Admit, leaders: Mapping[int, Admit] | N
             raise ProtocolError("admit.shared_keys", f"must be at most {len(leader.keys)}")
         token_ids = tuple(leader.token_ids[: leader.prompt_len]) + token_ids
         keys = leader.keys[: message.shared_keys] + keys
+    if len(set(keys)) != len(keys):
+        raise ProtocolError("admit.keys", "names a key twice")
     sampling = sampling_from_proto(message.sampling)
     if not 1 <= message.prompt_len <= len(token_ids):
         problem = f"must be in [1, {len(token_ids)}] (tokens sent), got {message.prompt_len}"
@@ -237,7 +239,7 @@ def plan_from_proto(message: worker_pb2.Plan) -> Plan:
 
     Raises:
         ProtocolError: parallel arrays differ in length, a handle is named twice or is 0, admissions
-            do not ascend, a key is no key, or a sampling value is out of range.
+            do not ascend, a key is no key or named twice, or a sampling value is out of range.
     """
     if message.step < 1:
         raise ProtocolError("step", "is at least 1")

@@ -69,6 +69,7 @@ class Geometry:
     num_blocks: int
     num_host_blocks: int = 0
     block_bytes: int = 0
+    """In all ranks of the worker's host together."""
     paged: bool = True
     pin_budget_blocks: int = 0
 

@@ -102,7 +102,7 @@ def model_with_tokenizer(folder: Path, wanted_dtype: str) -> tuple[Path, str]:
     from worker_svc.runner.vllm.settings import chosen_dtype
 
     model = resolve("demo", lambda what, fraction: None)
-    dtype = chosen_dtype(wanted_dtype)
+    dtype = chosen_dtype(wanted_dtype, dequantized=True)
     target = folder / "model"
     target.mkdir()
     for file in hf_folder_of(model, dtype, lambda what, fraction: None).iterdir():

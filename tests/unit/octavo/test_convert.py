@@ -21,7 +21,7 @@ copies = st.builds(steps.TierCopies, u64, u64, u64, f32, f32)
 handles = st.integers(1, 2**64 - 1)
 text = st.text(max_size=20)
 key = st.binary(min_size=16, max_size=16)
-keys = st.lists(key, max_size=4).map(tuple)
+keys = st.lists(key, max_size=4, unique=True).map(tuple)
 
 
 def floats(low: float, high: float) -> st.SearchStrategy[float]:
@@ -217,6 +217,7 @@ def admit(**changes: object) -> worker_pb2.Admit:
         ("admit.prompt_len", worker_pb2.Plan(step=1, admit=[admit(prompt_len=4)])),
         ("admit.prompt_len", worker_pb2.Plan(step=1, admit=[worker_pb2.Admit(handle=1)])),
         ("admit.keys", worker_pb2.Plan(step=1, admit=[admit(keys=b"x" * 17)])),
+        ("admit.keys", worker_pb2.Plan(step=1, admit=[admit(keys=b"x" * 16 + b"y" * 16 + b"x" * 16)])),
         ("admit.priority", worker_pb2.Plan(step=1, admit=[admit(priority=9)])),
         (
             "admit.sampling.top_p",

@@ -26,9 +26,14 @@ WINDOW = 2
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(16, 40), num_host_blocks=st.integers(0, 16), max_num_seqs=st.integers(2, 8)
+        num_blocks=st.integers(16, 40),
+        num_host_blocks=st.integers(0, 16),
+        max_num_seqs=st.integers(2, 8),
+        promote_blocks_per_step=st.sampled_from([1, 64]),
     )
-    def start(self, num_blocks: int, num_host_blocks: int, max_num_seqs: int) -> None:
+    def start(
+        self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, promote_blocks_per_step: int
+    ) -> None:
         self.faults = Faults()
         self.driver = Driver(
             num_blocks=num_blocks,
@@ -36,6 +41,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_model_len=50,
             pin_budget_blocks=3,
+            promote_blocks_per_step=promote_blocks_per_step,
             faults=self.faults,
         )
         self.requests: list[Request] = []
@@ -188,7 +194,12 @@ def random_operation(machine: EngineMachine, rng: random.Random) -> None:
 def test_engine_under_random_load_loses_nothing_and_meets_every_case(seed: int) -> None:
     rng = random.Random(seed)
     machine = EngineMachine()
-    machine.start(num_blocks=rng.randint(16, 24), num_host_blocks=16, max_num_seqs=4)
+    machine.start(
+        num_blocks=rng.randint(16, 24),
+        num_host_blocks=16,
+        max_num_seqs=4,
+        promote_blocks_per_step=1 + seed % 2,
+    )
     for _ in range(1500):
         random_operation(machine, rng)
     machine.teardown()

@@ -99,6 +99,29 @@ def test_copy_to_the_device_that_fails_is_made_up_for_by_computing() -> None:
     assert [one.output, two.output] == [driver.expected(one), driver.expected(two)]
 
 
+def test_copy_that_fails_leaves_its_block_to_the_only_one_who_still_waits() -> None:
+    driver = Driver(
+        num_blocks=13, max_model_len=36, num_host_blocks=8, promote_blocks_per_step=1, pin_budget_blocks=4
+    )
+    driver.finish(request([*PROMPT, 48], 1))
+    for shift in range(2):
+        driver.finish(request([token + shift for token in OTHER], 5))
+    assert driver.host_keys >= set(driver.keys(PROMPT))
+    driver.engine.pin("system", driver.keys(PROMPT))
+    driver.runner.copy_failures.extend([None, StepFailed("copy")])
+    gone, stays = request([*PROMPT, 49], 2), request([*PROMPT, 47], 2)
+    report = driver.step(gone, stays)
+    assert driver.runner.failed_copies_in == 1
+    driver.cancel(*[entry.handle for entry in report.admitted[:1]])
+    # What came is pinned and what is left of the pool is taken: there is nothing to compute into.
+    fills = request(range(1, 29)[::-1], 4)
+    reports = [driver.step(fills), *[driver.step() for _ in range(3)]]
+    assert reports[0].pool.free + reports[0].pool.evictable == 0
+    assert [reason for _, reason in reports[-1].stalled] == [StallReason.NO_BLOCK]
+    driver.finish(fills, stays)
+    assert [fills.output, stays.output] == [driver.expected(fills), driver.expected(stays)]
+
+
 def test_copy_to_the_host_that_fails_costs_the_cached_contents_only() -> None:
     driver = Driver(num_blocks=9, max_model_len=36, num_host_blocks=8)
     driver.finish(request([*PROMPT, 48], 1))

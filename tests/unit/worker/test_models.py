@@ -8,8 +8,10 @@ import sys
 import threading
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from tests.unit.worker.runner.torch.families import FAMILIES, save_model
 from worker_svc import demo_model, models
@@ -77,6 +79,34 @@ def test_hub_name_without_network_says_what_to_do(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ModelLoadError, match=r"hub cannot be reached.*--model demo") as error:
             resolve(name, ignore)
         assert name in str(error.value)
+
+
+@pytest.mark.parametrize("with_code", [False, True])
+def test_hub_name_fetches_what_a_runner_reads_and_code_only_when_it_is_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, with_code: bool
+) -> None:
+    offered = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "chat_template.jinja",
+        "modeling_own.py",
+        "consolidated.safetensors",
+        "consolidated-00001-of-00002.safetensors",
+        "pytorch_model.bin",
+    ]
+    fetched: list[str] = []
+
+    def download(repo_id: str, **how: Any) -> str:
+        fetched.extend(
+            filter_repo_objects(offered, **{name: how[name] for name in how if "patterns" in name})
+        )
+        return str(tmp_path)
+
+    monkeypatch.setattr(models, "snapshot_download", download)
+
+    resolve("owner/name", ignore, with_code=with_code)
+
+    assert fetched == offered[: 4 if with_code else 3]
 
 
 def test_hub_downloads_report_their_bytes() -> None:

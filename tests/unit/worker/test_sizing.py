@@ -40,6 +40,14 @@ def test_size_in_bytes_or_blocks_is_taken_as_given() -> None:
     assert sized(host_kv_bytes=5 * MIB).geometry.num_host_blocks == 5
 
 
+def test_size_counts_the_blocks_of_every_rank_in_the_hosts_memory_and_of_one_in_a_devices() -> None:
+    info = replace(INFO, num_ranks=4)
+
+    geometry = sized(info=info, kv_cache_bytes=77 * MIB, host_kv_bytes=80 * MIB).geometry
+
+    assert (geometry.num_blocks, geometry.num_host_blocks, geometry.block_bytes) == (77, 20, 4 * MIB)
+
+
 def test_size_context_is_clamped_to_what_the_pool_holds_beside_pins() -> None:
     assert sized(num_blocks=40).max_model_len == 640
     assert sized(num_blocks=40, pin_budget_blocks=10).max_model_len == 480

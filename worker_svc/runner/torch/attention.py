@@ -119,24 +119,39 @@ class PagedAttention:
         c = self._config
         tokens = slice(fresh.first, fresh.first + fresh.count * fresh.length)
         keys, values = heads[tokens].view(fresh.count, fresh.length, 2, c.num_kv_heads, c.head_dim).unbind(2)
-        window = c.sliding_window is not None and fresh.length > c.sliding_window
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        if c.sliding_window is not None and fresh.length > c.sliding_window:
+            mask = self._window_mask(fresh.length)
+            for index in range(fresh.count):
+                own = slice(fresh.first + index * fresh.length, fresh.first + (index + 1) * fresh.length)
+                self._attend_masked(query[own], keys[index], values[index], mask, out[own])
+            return
         attended = F.scaled_dot_product_attention(
-            self._by_head(query[tokens], fresh.count),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=self._window_mask(fresh.length) if window else None,
-            is_causal=not window,
-            enable_gqa=True,
+            self._by_head(query[tokens], fresh.count), keys, values, is_causal=True, enable_gqa=True
         )
         self._by_head(out[tokens], fresh.count).copy_(attended)
 
     def _attend_chunk(self, piece: _Piece, layer: int, query: Tensor, out: Tensor) -> None:
         keys, values = self._gather(piece, layer)
         chunk = slice(piece.first, piece.last)
+        self._attend_masked(query[chunk], keys[0], values[0], piece.mask, out[chunk])
+
+    def _attend_masked(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, out: Tensor) -> None:
+        """Attend under a mask [n, context]: query [n, q], keys and values [kv_heads, context, head_dim].
+
+        The query heads that share a KV head are the batch: on CUDA, a mask together with `enable_gqa` may
+        leave torch only the kernel that writes all scores down.
+        """
+        c = self._config
+        group = c.num_heads // c.num_kv_heads
+        shape = (len(query), c.num_kv_heads, group, c.head_dim)
         attended = F.scaled_dot_product_attention(
-            self._by_head(query[chunk], 1), keys, values, attn_mask=piece.mask, enable_gqa=True
+            query.view(shape).permute(2, 1, 0, 3),
+            keys.expand(group, -1, -1, -1),
+            values.expand(group, -1, -1, -1),
+            attn_mask=mask,
         )
-        self._by_head(out[chunk], 1).copy_(attended)
+        out.view(shape).permute(2, 1, 0, 3).copy_(attended)
 
     def _by_head(self, tokens: Tensor, count: int) -> Tensor:
         """View [count * n, q] as [count, heads, n, head_dim]."""

@@ -28,6 +28,7 @@ def describe(model: ResolvedModel, checkpoint: Checkpoint, compute: Compute, max
         special_tokens=text.special_tokens,
         tokenizer_files=text.tokenizer_files,
         kv_bytes_per_token=kv_bytes_per_token(checkpoint.config, compute),
+        device=str(compute.device),
     )
 
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence as Seq
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
+from worker_svc import host_memory
 from worker_svc.runner.base import BlockCopy, CopyTicket
 from worker_svc.runner.torch.compute import Compute
 from worker_svc.runner.torch.config import ModelConfig
@@ -33,10 +33,11 @@ class KvPool:
         self.block_stride = config.num_layers * 2 * config.num_kv_heads
         """Rows of one KV head's block (block_size * head_dim) in a block."""
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        block_bytes = block_size * kv_bytes_per_token(config, compute)
+        _check_host(num_host_blocks + (num_blocks if compute.device.type == "cpu" else 0), block_bytes)
         self.device_blocks = _zeros((num_blocks, *shape), compute.activations, compute.device)
+        # Not pinned: copies go through pinned buffers of their own.
         self.host_blocks = _zeros((num_host_blocks, *shape), compute.activations, torch.device("cpu"))
-        if compute.device.type == "cuda" and num_host_blocks:
-            self.host_blocks = self.host_blocks.pin_memory()
         heads = self.device_blocks.view(-1, block_size * config.head_dim)
         slots = self.device_blocks.view(-1, config.head_dim)
         per_layer = 2 * config.num_kv_heads
@@ -129,6 +130,17 @@ def _indices(copies: Seq[BlockCopy]) -> tuple[Tensor, Tensor]:
     return device, host
 
 
+def _check_host(num_blocks: int, block_bytes: int) -> None:
+    """Raise MemoryError when the host has no room for so many blocks, which take it only as they fill."""
+    size = num_blocks * block_bytes
+    available = host_memory.available_bytes()
+    if size > available:
+        raise MemoryError(
+            f"{num_blocks} blocks x {block_bytes} bytes = {size} bytes of KV blocks do not fit into the "
+            f"{available} bytes of host memory available"
+        )
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros; on the CPU as pages that take memory only once they are written.
 
@@ -141,8 +153,5 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
             return torch.zeros(shape, dtype=dtype, device=device)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"{size} bytes of KV blocks do not fit on the device: {error}") from error
-    available = psutil.virtual_memory().available
-    if size > available:
-        raise MemoryError(f"{size} bytes of KV blocks do not fit into the {available} bytes available")
     words = np.zeros(size // dtype.itemsize, dtype=f"u{dtype.itemsize}")
     return torch.from_numpy(words).view(dtype).view(shape)

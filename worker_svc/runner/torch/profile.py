@@ -18,15 +18,21 @@ _BLOCK_SIZE = 16
 def gpu_bytes_beside_kv(
     model: Model, max_num_batched_tokens: int, max_num_seqs: int, pieces: PieceSize
 ) -> int:
-    """Return weights, the peak of a largest step, and what others hold on the device."""
+    """Return weights, the peak of a largest step, and what others hold on the device.
+
+    That step is a chunk at the end of the longest context. Its blocks stand for all of the context: what is
+    in them does not matter, what is gathered from them does.
+    """
     device = model.compute.device
     tokens = min(max_num_batched_tokens, model.max_len)
-    num_blocks = -(-tokens // _BLOCK_SIZE)
+    num_blocks = -(-tokens // _BLOCK_SIZE) + 1
+    table = [index % num_blocks for index in range(-(-model.max_len // _BLOCK_SIZE))]
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
         pool = KvPool(model.config, model.compute, num_blocks, _BLOCK_SIZE, 0)
-        sequence = Sequence(0, [0] * tokens, tokens, SamplingParams(), block_table=list(range(num_blocks)))
-        packed = pack(StepBatch((Row(sequence, 0, tokens, sample=False),)), BlockTables(), _BLOCK_SIZE)
+        sequence = Sequence(0, [0] * model.max_len, model.max_len, SamplingParams(), block_table=table)
+        row = Row(sequence, model.max_len - tokens, tokens, sample=False)
+        packed = pack(StepBatch((row,)), BlockTables(), _BLOCK_SIZE)
         hidden = model.hidden(
             torch.from_numpy(packed.token_ids).to(device),
             torch.from_numpy(packed.positions).to(device),

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import psutil
 import torch
 from octavo.sampling import SamplingParams
 from torch import Tensor
 
-from worker_svc.errors import DeviceLost, StepFailed, StepOutOfMemory
+from worker_svc import host_memory
+from worker_svc.errors import DeviceLost, ModelLoadError, SettingsError, StepFailed, StepOutOfMemory
 from worker_svc.models import ModelFormat, ResolvedModel
 from worker_svc.runner.base import BlockCopy, CopyTicket, ModelInfo, Progress, StepBatch, StepResult
 from worker_svc.runner.torch.attention import CPU_PIECES, CUDA_PIECES, PagedAttention
@@ -66,7 +66,7 @@ class TorchRunner:
         self._pieces = CUDA_PIECES if self._compute.device.type == "cuda" else CPU_PIECES
         longest = self._config.max_position_embeddings
         max_model_len = min(options.max_model_len or longest, longest)
-        with torch.inference_mode():
+        with torch.inference_mode(), _out_of_memory_as(ModelLoadError, f"{model.path}: loading it"):
             self._model = Model(checkpoint, self._compute, max_model_len, progress)
         self._info = describe(model, checkpoint, self._compute, max_model_len)
         self._sampler = Sampler(self._info.eos_token_ids, self._config.vocab_size, self._compute.device)
@@ -79,13 +79,17 @@ class TorchRunner:
         return self._info
 
     def available_kv_bytes(self, utilization: float) -> int:
-        """Return the bytes that KV blocks may take: a share of what is free, or of a GPU's memory."""
+        """Return the bytes that KV blocks may take: a share of what is free, or of a GPU's memory.
+
+        Raises:
+            SettingsError: there is not even memory for the largest step.
+        """
         if self._compute.device.type == "cpu":
-            return int(psutil.virtual_memory().available * utilization)
+            return int(host_memory.available_bytes() * utilization)
         total = torch.cuda.mem_get_info(self._compute.device)[1]
-        beside = gpu_bytes_beside_kv(
-            self._model, self._options.max_num_batched_tokens, self._options.max_num_seqs, self._pieces
-        )
+        tokens = self._options.max_num_batched_tokens
+        with _out_of_memory_as(SettingsError, f"a step of {tokens} tokens beside the weights"):
+            beside = gpu_bytes_beside_kv(self._model, tokens, self._options.max_num_seqs, self._pieces)
         return max(0, int(total * utilization) - beside)
 
     def allocate(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
@@ -171,16 +175,29 @@ def _refuse_non_finite(hidden: Tensor, packed: Packed, pool: KvPool) -> None:
         raise StepFailed("activations are not finite", tuple(placed.row.sequence.handle for placed in bad))
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+@contextlib.contextmanager
+def _out_of_memory_as(kind: type[ModelLoadError | SettingsError], what: str) -> Iterator[None]:
+    """Raise `kind` when there is not enough memory for `what`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise kind(f"{what} takes more memory than there is: {error}") from error
+
+
 @contextlib.contextmanager
 def _device_errors() -> Iterator[None]:
     """Translate what torch raises into the worker's errors."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise StepOutOfMemory(str(error)) from error
     except torch.AcceleratorError as error:
         raise DeviceLost(str(error)) from error
     except (RuntimeError, IndexError, MemoryError) as error:
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        if _is_out_of_memory(error):
             raise StepOutOfMemory(str(error)) from error
         raise StepFailed(str(error)) from error

@@ -19,6 +19,8 @@ from worker_svc.sequence import Sequence
 
 _NUCLEUS_GUESS: Final = 256
 """So many best tokens almost always cover top_p; a row that needs more is sorted whole."""
+_MOST_EDITED: Final = 1e30
+"""A penalty may not take a logit beyond what any temperature leaves finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,11 @@ class Sampler:
             ids = self._concatenated([ids for _, ids, _, _ in edits])
             divisors = self._concatenated([divisors for _, _, divisors, _ in edits])
             offsets = self._concatenated([offsets for _, _, _, offsets in edits])
-            values = logits[rows, ids]
-            values = torch.where(values > 0, values / divisors, values * divisors)
-            logits[rows, ids] = values + offsets
+            raw = logits[rows, ids]
+            values = torch.where(raw > 0, raw / divisors, raw * divisors) + offsets
+            # What the model gave stays no number if it was none, and is told of.
+            bounded = values.clamp(-_MOST_EDITED, _MOST_EDITED)
+            logits[rows, ids] = torch.where(torch.isfinite(raw), bounded, values)
         bans = [(row, banned) for row, state in enumerate(states) if (banned := state.bans()).size]
         if bans:
             rows = self._rows_of([(row, ids.size) for row, ids in bans])

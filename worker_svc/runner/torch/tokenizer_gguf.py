@@ -62,7 +62,8 @@ _PRE_TOKENIZERS: Final[Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]]] 
 _COMPOSED: Final = frozenset({"qwen2"})
 """Pre-tokenizers whose vocabulary was learned on NFC text."""
 _WHOLE_WORDS_FIRST: Final = frozenset({"llama-bpe", "llama3"})
-"""A piece that is in the vocabulary is taken whole, whatever the merges say."""
+"""A piece that is in the vocabulary is taken whole, whatever the merges say; a text begins with the
+BOS token unless the file says otherwise."""
 
 
 def text_side_of(metadata: Mapping[str, Any], source: str) -> TextSide:
@@ -83,7 +84,8 @@ def text_side_of(metadata: Mapping[str, Any], source: str) -> TextSide:
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ModelLoadError(f"{source}: its tokenizer's metadata is incomplete: {error}") from error
     bos = special.get("bos_token")
-    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", False)) and bos is not None
+    begins = metadata.get("tokenizer.ggml.add_bos_token", _pre_tokenizer_of(metadata) in _WHOLE_WORDS_FIRST)
+    add_bos = bool(begins) and bos is not None
     controls = [index for index, kind in enumerate(kinds) if kind == _CONTROL]
     end_of_turn = [index for index in controls if tokens[index] in _END_OF_TURN]
     ends = dict.fromkeys(int(token_id) for token_id in (*named_ends, *end_of_turn) if token_id is not None)
@@ -109,6 +111,10 @@ def text_side_of(metadata: Mapping[str, Any], source: str) -> TextSide:
     )
 
 
+def _pre_tokenizer_of(metadata: Mapping[str, Any]) -> str:
+    return str(metadata.get("tokenizer.ggml.pre", "default"))
+
+
 def _whole(text: str, *, special: bool) -> AddedToken:
     return AddedToken(text, normalized=False, special=special)
 
@@ -119,7 +125,7 @@ def _build(metadata: Mapping[str, Any], tokens: list[str], merges: list[str], so
         raise ModelLoadError(
             f"{source}: tokenizer model {model} is not supported (supported: gpt2, i.e. byte-level BPE)"
         )
-    name = metadata.get("tokenizer.ggml.pre", "default")
+    name = _pre_tokenizer_of(metadata)
     make_pre_tokenizer = _PRE_TOKENIZERS.get(name)
     if make_pre_tokenizer is None:
         raise ModelLoadError(

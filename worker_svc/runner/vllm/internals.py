@@ -115,20 +115,24 @@ class StepExtension:
         return output if self.rank == 0 else None  # type: ignore[attr-defined]
 
     def octavo_allocate_host(self, num_host_blocks: int) -> None:
-        """Make the host tier's memory, one tensor per KV tensor."""
+        """Make the host tier's memory. Raises MemoryError when there is not enough."""
         self._octavo_tier = Tier(
             self.model_runner.kv_caches,  # type: ignore[attr-defined]
             self.model_runner.kv_cache_config.num_blocks,  # type: ignore[attr-defined]
             num_host_blocks,
         )
 
-    def octavo_copy(self, pairs: Seq[tuple[int, int]], to_host: bool) -> None:
-        """Copy blocks, given as (device block, host block); out at once, in as the device gets to it."""
-        self._octavo_tier.copy(pairs, to_host=to_host)
+    def octavo_copy_out(self, pairs: Seq[tuple[int, int]]) -> None:
+        """Copy blocks to the host, given as (device block, host block)."""
+        self._octavo_tier.copy_out(pairs)
 
-    def octavo_copies_done(self) -> bool:
-        """Return whether every copy to the device has arrived."""
-        return self._octavo_tier.done()
+    def octavo_copy_in(self, pairs: Seq[tuple[int, int]], number: int) -> None:
+        """Start to copy blocks to the device, given as (device block, host block)."""
+        self._octavo_tier.copy_in(pairs, number)
+
+    def octavo_copy_took_s(self, number: int) -> float | None:
+        """Return once how long a copy to the device took, when it has arrived."""
+        return self._octavo_tier.took_s(number)
 
     def octavo_memory(self) -> tuple[int, int]:
         """Return the bytes that vLLM was granted and those that KV blocks may take of them."""
@@ -193,6 +197,17 @@ def _kind_of(error: Exception) -> str:
     return StepFailed.reason
 
 
+@contextlib.contextmanager
+def _out_of_memory_as(kind: type[Exception], what: str) -> Iterator[None]:
+    """Raise `kind` when a rank runs out of memory, which by itself looks like a rank that is gone."""
+    try:
+        yield
+    except Exception as error:
+        if _kind_of(error) != StepOutOfMemory.reason:
+            raise
+        raise kind(f"{what}: out of memory: {error}") from error
+
+
 class Engine:
     """A loaded model behind one of vLLM's executors."""
 
@@ -207,7 +222,8 @@ class Engine:
         self._executor = _start(self._config)
         try:
             self._specs = self._kv_specs()
-            memory: list[tuple[int, int]] = self._rpc("octavo_memory")
+            with _out_of_memory_as(ModelLoadError, f"{self._config.model_config.model}: its largest step"):
+                memory: list[tuple[int, int]] = self._rpc("octavo_memory")
             self._granted_bytes, self._available_bytes = min(memory, key=lambda pair: pair[1])
             self.loras = self._load_adapters(adapters)
         except BaseException:
@@ -246,6 +262,11 @@ class Engine:
         return str(current_platform.device_type)
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks on this host; those that Ray may have put elsewhere count as if they were here."""
+        return int(self._config.parallel_config.local_world_size)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token, in one rank."""
         per_block = sum(spec.page_size_bytes for spec in self._specs[0].values())
@@ -259,21 +280,13 @@ class Engine:
         return available - NULL_BLOCKS * self.kv_bytes_per_token * int(self._config.cache_config.block_size)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Make the KV memory of every rank; `num_blocks` without the null block."""
-        config = self._config
-        block_size = int(config.cache_config.block_size)
-        config.cache_config.num_gpu_blocks_override = num_blocks + NULL_BLOCKS
-        if num_blocks * block_size < self.max_model_len:
-            config.model_config.max_model_len = num_blocks * block_size
-            self._rpc("update_max_model_len", num_blocks * block_size)
-        kv_configs = get_kv_cache_configs(config, self._specs, [self._available_bytes] * len(self._specs))
-        for kv_config in kv_configs:
-            kv_config.kv_cache_layout = config.cache_config.kv_cache_layout
-        config.cache_config.num_gpu_blocks = generate_scheduler_kv_cache_config(kv_configs).num_blocks
-        self._executor.initialize_from_config(kv_configs)
-        self._executor.compile_or_warm_up_model()
-        if num_host_blocks:
-            self._rpc("octavo_allocate_host", num_host_blocks)
+        """Make the KV memory of every rank; `num_blocks` without the null block.
+
+        Raises:
+            MemoryError: it does not fit, or what runs over it does not fit beside it.
+        """
+        with _out_of_memory_as(MemoryError, "vLLM's ranks"):
+            self._allocate(num_blocks, num_host_blocks)
 
     def step(self, step: StepInput) -> ModelRunnerOutput:
         """Compute one step.
@@ -292,17 +305,37 @@ class Engine:
             raise DeviceLost(fault.message)
         raise (StepOutOfMemory if fault.kind == StepOutOfMemory.reason else StepFailed)(fault.message)
 
-    def copy(self, pairs: Seq[tuple[int, int]], *, to_host: bool) -> None:
-        """Copy blocks between the tiers in every rank, given as (device block, host block)."""
-        self._rpc("octavo_copy", pairs, to_host)
+    def copy_out(self, pairs: Seq[tuple[int, int]]) -> None:
+        """Copy blocks to the host in every rank, given as (device block, host block)."""
+        self._rpc("octavo_copy_out", pairs)
 
-    def copies_done(self) -> bool:
-        """Return whether every copy to the device has arrived in every rank."""
-        return all(self._rpc("octavo_copies_done"))
+    def copy_in(self, pairs: Seq[tuple[int, int]], number: int) -> None:
+        """Start to copy blocks to the device in every rank; `copy_took_s` knows the copy by its number."""
+        self._rpc("octavo_copy_in", pairs, number)
+
+    def copy_took_s(self, number: int) -> list[float | None]:
+        """Return what each rank has to tell of a copy to the device: how long it took, once it is done."""
+        return self._rpc("octavo_copy_took_s", number)
 
     def close(self) -> None:
         """End the ranks."""
         self._executor.shutdown()
+
+    def _allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        config = self._config
+        block_size = int(config.cache_config.block_size)
+        config.cache_config.num_gpu_blocks_override = num_blocks + NULL_BLOCKS
+        if num_blocks * block_size < self.max_model_len:
+            config.model_config.max_model_len = num_blocks * block_size
+            self._rpc("update_max_model_len", num_blocks * block_size)
+        kv_configs = get_kv_cache_configs(config, self._specs, [self._available_bytes] * len(self._specs))
+        for kv_config in kv_configs:
+            kv_config.kv_cache_layout = config.cache_config.kv_cache_layout
+        config.cache_config.num_gpu_blocks = generate_scheduler_kv_cache_config(kv_configs).num_blocks
+        self._executor.initialize_from_config(kv_configs)
+        self._executor.compile_or_warm_up_model()
+        if num_host_blocks:
+            self._rpc("octavo_allocate_host", num_host_blocks)
 
     def _rpc(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         try:

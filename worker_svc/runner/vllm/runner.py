@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 from octavo.protocol.steps import TokenLogprobs
 from octavo.sampling import SamplingParams
 
-from worker_svc.errors import SettingsError, StepError, StepFailed
+from worker_svc.errors import SettingsError, StepError, StepFailed, StepOutOfMemory
 from worker_svc.runner.base import BlockCopy, CopyTicket, ModelInfo, Progress, Row, StepBatch, StepResult
 from worker_svc.runner.vllm import installed
-from worker_svc.runner.vllm.sampling import draw_seed, sampling_kwargs, unsupported
+from worker_svc.runner.vllm.sampling import draw_seed, sampling_kwargs, temperature_of, unsupported
 from worker_svc.runner.vllm.settings import VllmSettings, engine_args
 from worker_svc.sequence import Sequence
 
 if TYPE_CHECKING:
     from worker_svc.runner.vllm.internals import StartedRow, StepInput
 
-_GREEDY_BELOW: Final = 1e-5
-"""vLLM takes lower temperatures as greedy."""
 log = structlog.get_logger(__name__)
 
 
@@ -80,10 +77,12 @@ class VllmRunner:
             kv_bytes_per_token=engine.kv_bytes_per_token,
             adapters=tuple(settings.adapters),
             device=engine.device,
+            num_ranks=engine.num_ranks,
         )
         self._tracked: dict[int, _Tracked] = {}
         self._finished: set[str] = set()
         self._num_started = 0
+        self._num_copies = 0
 
     @property
     def info(self) -> ModelInfo:
@@ -95,13 +94,23 @@ class VllmRunner:
         return self._engine.available_kv_bytes(utilization)
 
     def allocate(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
-        """Make the KV memory, and compile or capture what runs over it."""
+        """Make the KV memory, and compile or capture what runs over it.
+
+        Raises:
+            SettingsError: vLLM was started with other blocks.
+            MemoryError: it does not fit.
+        """
         if block_size != self._settings.block_size:
             raise SettingsError(
                 f"vLLM was started with blocks of {self._settings.block_size}, not {block_size}"
             )
         self._engine.allocate(num_blocks, num_host_blocks)
-        self._warm_up()
+        # vLLM's context shrinks to what a small pool holds.
+        self._info = replace(self._info, max_model_len=self._engine.max_model_len)
+        try:
+            self._warm_up()
+        except StepOutOfMemory as error:
+            raise MemoryError(f"beside them a first step runs out of memory: {error}") from error
 
     def supports(self, sampling: SamplingParams) -> str | None:
         """Return what of `sampling` cannot be done, or None."""
@@ -129,16 +138,13 @@ class VllmRunner:
 
     def copy_to_host(self, copies: Seq[BlockCopy]) -> None:
         """Copy blocks out."""
-        self._engine.copy(self._pairs(copies), to_host=True)
+        self._engine.copy_out(self._pairs(copies))
 
     def copy_to_device(self, copies: Seq[BlockCopy]) -> CopyTicket:
         """Start to copy blocks in."""
-        self._engine.copy(self._pairs(copies), to_host=False)
-        return _Ticket(self)
-
-    def copies_done(self) -> bool:
-        """Return whether every copy to the device has arrived."""
-        return self._engine.copies_done()
+        self._num_copies += 1
+        self._engine.copy_in(self._pairs(copies), self._num_copies)
+        return Ticket(self._engine, self._num_copies)
 
     def close(self) -> None:
         """End vLLM's ranks and give their memory back."""
@@ -231,8 +237,7 @@ class VllmRunner:
         tracked = _Tracked(
             req_id=str(self._num_started),
             num_blocks=len(sequence.block_table),
-            draws=(1.0 if sequence.sampling.temperature is None else sequence.sampling.temperature)
-            >= _GREEDY_BELOW,
+            draws=temperature_of(sequence.sampling) > 0.0,
         )
         self._tracked[sequence.handle] = tracked
         return tracked, self._vllm.StartedRow(
@@ -283,23 +288,32 @@ class VllmRunner:
         return [(copy.device_block + NULL_BLOCKS, copy.host_block) for copy in copies]
 
 
-class _Ticket:
-    """Copies to the device, of which vLLM's ranks know only whether all have arrived."""
+class RankCopies(Protocol):
+    """What a ticket asks the ranks."""
 
-    def __init__(self, runner: VllmRunner) -> None:
-        self._runner = runner
-        self._started = time.perf_counter()
-        self._elapsed_s: float | None = None
+    def copy_took_s(self, number: int) -> list[float | None]:
+        """Return what each rank has to tell of a copy: how long it took, once, when it is done."""
+
+
+class Ticket:
+    """A copy to the device, which is done when every rank has told how long its part took."""
+
+    def __init__(self, ranks: RankCopies, number: int) -> None:
+        self._ranks = ranks
+        self._number = number
+        self._took_s: list[float | None] = [None]
 
     def done(self) -> bool:
-        if self._elapsed_s is None and self._runner.copies_done():
-            self._elapsed_s = time.perf_counter() - self._started
-        return self._elapsed_s is not None
+        """Return whether the data has arrived."""
+        if None in self._took_s:
+            told = self._ranks.copy_took_s(self._number)
+            known = self._took_s if len(self._took_s) == len(told) else [None] * len(told)
+            self._took_s = [new if old is None else old for old, new in zip(known, told, strict=True)]
+        return None not in self._took_s
 
     def elapsed_s(self) -> float:
-        # Ranks keep no times: until it was first seen done is the closest there is.
-        assert self._elapsed_s is not None, "the copy is done"
-        return self._elapsed_s
+        """Return how long the slowest rank took."""
+        return max([took_s for took_s in self._took_s if took_s is not None])
 
 
 def _chunks(row: Row, limit: int) -> Iterator[Row]:

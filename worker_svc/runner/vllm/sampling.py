@@ -9,6 +9,8 @@ from octavo.sampling import SamplingParams
 
 _MASK: Final = 2**64 - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
+_GREEDY_BELOW: Final = 1e-5
+"""As the torch runner has it."""
 
 
 def unsupported(sampling: SamplingParams, vocab_size: int) -> str | None:
@@ -32,7 +34,7 @@ def sampling_kwargs(
     """
     stops = {*sampling.stop_token_ids, *eos_token_ids} if sampling.min_tokens else ()
     return {
-        "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
+        "temperature": temperature_of(sampling),
         "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
         "top_k": sampling.top_k or 0,
         "min_p": sampling.min_p or 0.0,
@@ -47,6 +49,12 @@ def sampling_kwargs(
         "detokenize": False,
         "skip_clone": True,
     }
+
+
+def temperature_of(sampling: SamplingParams) -> float:
+    """Return the temperature; 0 for one so low that it is greedy for all purposes, which vLLM would raise."""
+    temperature = 1.0 if sampling.temperature is None else sampling.temperature
+    return temperature if temperature >= _GREEDY_BELOW else 0.0
 
 
 def draw_seed(seed: int, choice: int, position: int) -> int:

@@ -59,9 +59,10 @@ REFUSED_ARGS: Final[Mapping[str, str]] = {
 }
 
 
-def chosen_dtype(dtype: str) -> str:
+def chosen_dtype(dtype: str, *, dequantized: bool) -> str:
     """Return the type of the weights that `auto` stands for on this machine.
 
+    On a GPU it is the model's own, which vLLM finds out, unless the weights are `dequantized` and have none.
     vLLM takes bfloat16 on every CPU; one that cannot multiply it natively is several times faster in float32.
     """
     import torch  # noqa: PLC0415 - settings alone do not need it
@@ -69,6 +70,8 @@ def chosen_dtype(dtype: str) -> str:
     if dtype != "auto":
         return dtype
     if torch.cuda.is_available():
+        if not dequantized:
+            return "auto"
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001 - there is no public question
     return "bfloat16" if native else "float32"

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from tests.unit.worker.runner.torch.conftest import LoadFamily, load_folder
 from tests.unit.worker.runner.torch.driver import Driver
 from tests.unit.worker.runner.torch.families import FAMILIES, VOCAB_SIZE, save_model
+from worker_svc.runner.torch import attention
 from worker_svc.runner.torch.model import Model
 
 REPORTING = SamplingParams(temperature=0.0, logprobs=3)
@@ -57,6 +58,28 @@ def test_mixed_batches_with_random_chunks_equal_transformers(family: str, load_f
     for sequence in sequences:
         expected = reference_logprobs(reference, sequence.token_ids[:-1])
         assert_follows(expected, sequence.prompt_len, reports[sequence.handle])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
+def test_masked_attention_needs_no_kernel_that_writes_all_scores_down(
+    family: str, load_family: LoadFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = attention.F.scaled_dot_product_attention
+    masked = []
+
+    def seen(*operands: Any, **how: Any) -> Any:
+        if how.get("attn_mask") is not None:
+            masked.append(how.get("enable_gqa", False))
+        return attend(*operands, **how)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", seen)
+    driver = Driver(load_family(family)[0], num_blocks=20)
+    sequence = driver.add(prompts([60])[0])
+    driver.step({sequence.handle: 40})
+    driver.step({sequence.handle: 20})
+
+    assert masked
+    assert not any(masked)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16])

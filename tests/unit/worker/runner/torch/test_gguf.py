@@ -211,6 +211,25 @@ def test_beginning_of_sequence_is_added_when_the_file_says_so() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "said", "expected"),
+    [
+        ("llama-bpe", {}, True),
+        ("llama3", {}, True),
+        ("llama3", {"tokenizer.ggml.add_bos_token": False}, False),
+        ("qwen2", {}, False),
+        ("qwen2", {"tokenizer.ggml.add_bos_token": True}, True),
+    ],
+)
+def test_beginning_of_sequence_is_added_by_default_where_the_pre_tokenizer_is_of_llama_3(
+    name: str, said: dict[str, bool], expected: bool
+) -> None:
+    metadata = {"tokenizer.ggml.pre": name, **said}
+
+    assert text_side_of(tokenizer_metadata() | metadata, "here").add_bos_token is expected
+    assert (tokenizer_of(**metadata).encode("he").tokens == ["<s>", "he"]) is expected
+
+
+@pytest.mark.parametrize(
     ("name", "text", "pieces"),
     [
         ("gpt-2", "a  1234 b\n\nc it's", ["a", "Ġ", "Ġ1234", "Ġb", "Ċ", "Ċ", "c", "Ġit", "'s"]),

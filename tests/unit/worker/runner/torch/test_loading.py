@@ -12,9 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.worker.runner.torch.conftest import load_folder
+from tests.unit.worker.runner.torch.conftest import ignore_progress, load_folder
 from tests.unit.worker.runner.torch.families import FAMILIES, save_model
-from worker_svc.errors import ModelLoadError
+from worker_svc.errors import ModelLoadError, SettingsError
+from worker_svc.models import resolve
+from worker_svc.runner.torch import runner as runner_module
+from worker_svc.runner.torch.compute import Compute
+from worker_svc.runner.torch.describe import describe
+from worker_svc.runner.torch.hf_folder import open_hf_folder
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -51,6 +56,49 @@ def refusal(folder: Path) -> str:
     with pytest.raises(ModelLoadError) as caught:
         load_folder(folder).close()
     return str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_description_tells_the_device_that_memory_is_sized_by(folder: Path, device: str) -> None:
+    model = resolve(str(folder), ignore_progress)
+    compute = Compute(torch.device(device), torch.float32, torch.float32)
+
+    assert describe(model, open_hf_folder(folder), compute, 64).device == device
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+        MemoryError("no more"),
+    ],
+)
+def test_model_that_does_not_fit_into_memory_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(runner_module, "Model", fail)
+    message = refusal(folder)
+    assert str(folder) in message
+    assert str(raised) in message
+
+
+def test_largest_step_that_does_not_fit_beside_the_weights_is_told_with_its_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner = load_folder(folder, max_num_batched_tokens=96)
+    monkeypatch.setattr(runner_module, "gpu_bytes_beside_kv", fail)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
+    monkeypatch.setattr(runner, "_compute", Compute(torch.device("cuda"), torch.float32, torch.float32))
+
+    with pytest.raises(SettingsError, match="a step of 96 tokens"):
+        runner.available_kv_bytes(0.9)
 
 
 def test_folder_as_it_was_saved_loads(folder: Path) -> None:

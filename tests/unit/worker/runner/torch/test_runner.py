@@ -9,6 +9,7 @@ import torch
 
 from tests.unit.worker.runner.torch.conftest import LoadFamily
 from tests.unit.worker.runner.torch.driver import Driver
+from worker_svc import host_memory
 from worker_svc.errors import DeviceLost, StepFailed, StepOutOfMemory
 from worker_svc.runner.base import BlockCopy
 from worker_svc.runner.torch import TorchRunner
@@ -90,6 +91,20 @@ def test_error_of_torch_becomes_the_workers_and_the_next_step_is_right(
     assert str(raised) in str(caught.value)
 
     assert driver.generate([sequence], 4) == tokens
+
+
+def test_tiers_that_fit_only_one_without_the_other_are_refused_with_the_arithmetic(
+    runner: TorchRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_bytes = 4 * runner.info.kv_bytes_per_token
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 25 * block_bytes)
+    runner.allocate(25, 4, 0)
+    runner.allocate(15, 4, 10)
+
+    with pytest.raises(MemoryError, match=f"26 blocks x {block_bytes} bytes = {26 * block_bytes} bytes"):
+        runner.allocate(15, 4, 11)
+
+    assert runner.available_kv_bytes(0.2) == 5 * block_bytes
 
 
 def test_token_beyond_the_vocabulary_fails_the_step_and_not_the_runner(runner: TorchRunner) -> None:

@@ -61,6 +61,30 @@ def assert_fits(counts: np.ndarray, probabilities: np.ndarray, considered: np.nd
     assert chi_square < expected.size + 5 * np.sqrt(2 * expected.size)
 
 
+@pytest.mark.parametrize("penalty", [1e-44, 1e-38, 3e38])
+@pytest.mark.parametrize("temperature", [0.0, 1.1e-5, 1.0])
+def test_repetition_penalty_beyond_what_logits_can_hold_still_yields_a_token(
+    penalty: float, temperature: float
+) -> None:
+    logits = torch.tensor([[3.0, 9.0, -8.0, 0.0]])
+    one = Sequence(
+        1, [0, 1, 2, 3], 4, SamplingParams(repetition_penalty=penalty, temperature=temperature, logprobs=1)
+    )
+
+    sampled = make_sampler(4).sample(logits, [one])
+
+    assert sampled.token_ids[1] in ((0, 1) if penalty < 1 else (0, 1, 3))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_are_named_whatever_the_penalty(value: float) -> None:
+    logits = torch.tensor([[3.0, value, -8.0, 0.0]])
+    one = Sequence(1, [0, 1, 2, 3], 4, SamplingParams(repetition_penalty=0.5))
+
+    with pytest.raises(StepFailed):
+        make_sampler(4).sample(logits, [one])
+
+
 @pytest.mark.parametrize(
     "sampling",
     [

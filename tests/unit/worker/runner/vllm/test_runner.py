@@ -16,7 +16,7 @@ from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
 from worker_svc.config import WorkerSettings
 from worker_svc.errors import DeviceLost, ModelLoadError, SettingsError, StepFailed, StepOutOfMemory
 from worker_svc.load import load_runner
-from worker_svc.runner.base import ModelRunner, StepBatch
+from worker_svc.runner.base import BlockCopy, ModelRunner, StepBatch
 from worker_svc.runner.vllm.runner import VllmRunner
 
 pytestmark = [
@@ -81,9 +81,9 @@ def loaded(folder: Path) -> Iterator[VllmRunner]:
 class Drive(Driver):
     """The torch runner's driver over a runner that has its memory."""
 
-    def __init__(self, runner: VllmRunner) -> None:
+    def __init__(self, runner: VllmRunner, num_blocks: int = NUM_BLOCKS) -> None:
         allocate, runner.allocate = runner.allocate, lambda *sizes: None  # type: ignore[method-assign]
-        super().__init__(runner, NUM_BLOCKS, BLOCK_SIZE)
+        super().__init__(runner, num_blocks, BLOCK_SIZE)
         runner.allocate = allocate  # type: ignore[method-assign]
 
     def finish(self) -> None:
@@ -226,6 +226,63 @@ def test_execute_forgets_what_was_removed(drive: Drive, loaded: VllmRunner) -> N
 def test_allocate_other_block_size_is_refused(loaded: VllmRunner) -> None:
     with pytest.raises(SettingsError, match="32"):
         loaded.allocate(NUM_BLOCKS, 64, 0)
+
+
+def test_small_pool_shortens_the_context_and_a_host_tier_holds_its_blocks(folder: Path) -> None:
+    runner = load(folder)
+    assert isinstance(runner, VllmRunner)
+    try:
+        runner.allocate(4, BLOCK_SIZE, 3)
+        assert runner.info.max_model_len == 4 * BLOCK_SIZE
+        driver = Drive(runner, 4)
+        first = driver.add(PROMPT)
+        expected = driver.generate([first], 5)
+        block = first.block_table[0]
+        runner.copy_to_host([BlockCopy(block, 2)])
+        driver.remove(first)
+        longest = driver.add([9] * (4 * BLOCK_SIZE - 1))
+        driver.step()
+        longest.held = True
+        assert longest.handle in driver.runner.execute(StepBatch((driver.row(longest, 1),))).token_ids
+        driver.remove(longest)
+        again = driver.add(PROMPT)
+        again.block_table = [driver.free.pop()]
+        ticket = runner.copy_to_device([BlockCopy(again.block_table[0], 2)])
+        assert ticket.done()
+        assert ticket.elapsed_s() > 0
+        again.num_computed_tokens = BLOCK_SIZE
+        assert driver.generate([again], 5) == expected
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize(
+    "raised", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: 9 bytes")]
+)
+def test_allocate_out_of_memory_in_a_rank_is_told_as_such(
+    loaded: VllmRunner, monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    def fail(*_: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(loaded._engine._executor, "initialize_from_config", fail)
+
+    with pytest.raises(MemoryError, match="memory"):
+        loaded.allocate(NUM_BLOCKS, BLOCK_SIZE, 0)
+
+
+def test_load_out_of_memory_in_the_largest_step_is_a_model_that_cannot_be_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker_svc.runner.vllm.internals import StepExtension  # noqa: PLC0415 - needs vLLM
+
+    def fail(_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(StepExtension, "octavo_memory", fail)
+
+    with pytest.raises(ModelLoadError, match="largest step: out of memory"):
+        load(folder)
 
 
 def test_load_state_space_model_is_refused_by_name(tmp_path: Path) -> None:

@@ -30,6 +30,17 @@ def test_sampling_kwargs_carry_every_parameter_of_the_api() -> None:
     assert given.items() <= kwargs.items()
 
 
+@pytest.mark.parametrize(
+    ("temperature", "expected"), [(None, 1.0), (0.0, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (2.0, 2.0)]
+)
+def test_sampling_kwargs_temperature_that_is_as_good_as_greedy_is_greedy(
+    temperature: float | None, expected: float
+) -> None:
+    sampling = SamplingParams(temperature=temperature)
+
+    assert sampling_kwargs(sampling, EOS, VOCAB_SIZE)["temperature"] == expected
+
+
 def test_sampling_kwargs_unset_values_change_nothing() -> None:
     kwargs = sampling_kwargs(SamplingParams(), EOS, VOCAB_SIZE)
 

@@ -5,16 +5,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from worker_svc.errors import SettingsError
 from worker_svc.runner.vllm import installed
-from worker_svc.runner.vllm.settings import VllmSettings, engine_args
+from worker_svc.runner.vllm.settings import VllmSettings, chosen_dtype, engine_args
 
 MODEL = Path("model")
 
 
 def args_of(on_cpu: bool = True, **settings: Any) -> dict[str, Any]:
     return engine_args(VllmSettings(MODEL, **settings), on_cpu=on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dequantized", "expected"),
+    [("auto", False, "auto"), ("auto", True, "bfloat16"), ("float16", False, "float16")],
+)
+def test_chosen_dtype_on_a_gpu_is_the_models_own_where_it_has_one(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, dequantized: bool, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+
+    assert chosen_dtype(dtype, dequantized=dequantized) == expected
+
+
+def test_chosen_dtype_on_a_cpu_is_one_that_it_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    assert chosen_dtype("auto", dequantized=False) in ("bfloat16", "float32")
 
 
 def test_engine_args_pass_settings_under_their_own_names() -> None:
