@@ -11,7 +11,7 @@ import signal
 import sys
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -310,4 +310,9 @@ async def both_children(pool: TokenizerPool) -> list[int]:
 def _children() -> list[int]:
     """The tokenizer processes of this process, from the kernel; stacks of other tests may run beside them."""
     pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in pids if b"tokenizer_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if b"tokenizer_child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
