@@ -67,9 +67,7 @@ class PinBoard:
         for pin in pins:
             pin.workers.discard(port.worker_id)
         for pin in pins:
-            if not self._offer(pin, port):
-                # What it pinned under this name in an earlier session.
-                port.send_pin(pin.name, ())
+            self._offer(pin, port)
 
     def put(self, pin: Pin, ports: Iterable[PinPort]) -> PinPlacement:
         """Set a pin, replacing the one of that name, on every worker that has room for it.
@@ -92,6 +90,7 @@ class PinBoard:
         for port in without_room:
             if former is not None and port.worker_id in former.workers:
                 port.send_pin(pin.name, ())
+        self._fill(pin.model, mine)
         return PinPlacement(
             tuple(sorted(pin.workers)), tuple(sorted(port.worker_id for port in without_room))
         )
@@ -105,10 +104,18 @@ class PinBoard:
         pin = self._pins.pop((model, name), None)
         if pin is None:
             raise ServiceError("UNKNOWN_PIN", f"no pin {name!r} for model {model}")
-        for port in ports:
-            if port.model_id == model:
-                port.send_pin(name, ())
+        mine = [port for port in ports if port.model_id == model]
+        for port in mine:
+            port.send_pin(name, ())
+        self._fill(model, mine)
         return pin
+
+    def _fill(self, model: str, ports: Iterable[PinPort]) -> None:
+        """Give the room that has come free to pins that had none, oldest first."""
+        for port in ports:
+            for pin in self._pins.values():
+                if pin.model == model and port.worker_id not in pin.workers and self._fits(pin, port):
+                    self._offer(pin, port)
 
     def _offer(self, pin: Pin, port: PinPort) -> bool:
         """Send a pin if the worker has room for it; return whether it has."""

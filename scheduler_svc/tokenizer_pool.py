@@ -297,6 +297,9 @@ class TokenizerPool:
         """
         while missing := self._missing(child):
             model = missing.pop()
+            if model in self._broken:
+                # One child tries it again, while the others go on.
+                self._broken[model] = self._broken[model][0], asyncio.get_running_loop().time()
             try:
                 await child.start()
                 reply = await child.exchange(self._specs[model], _LOAD_TIMEOUT_S)
@@ -307,6 +310,8 @@ class TokenizerPool:
                 if self._crashed_loads[model] < _MAX_ATTEMPTS:
                     return False
                 reply = Failure("its process ends while it loads the tokenizer")
+            except (MemoryError, pickle.UnpicklingError) as error:
+                reply = Failure(repr(error))
             if isinstance(reply, Failure):
                 self._broken[model] = reply, asyncio.get_running_loop().time()
                 _log.error("tokenizer_load_failed", model=model, problem=reply.problem)

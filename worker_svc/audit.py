@@ -23,13 +23,13 @@ class Audit:
 def audit(engine: StepEngine) -> Audit:
     """Verify all books from scratch, on the engine's thread."""
     began = time.perf_counter()
-    violation = None
+    violation, num_blocks = None, 0
     try:
+        pool = engine.pool_report()
+        num_blocks = pool.free + pool.evictable + pool.active
         engine.check_integrity()
     except IntegrityError as error:
         violation = str(error)
     except Exception as error:  # noqa: BLE001 - broken books may break the audit itself
         violation = f"the audit failed: {error!r}"
-    check_s = time.perf_counter() - began
-    pool = engine.pool_report()
-    return Audit(violation, pool.free + pool.evictable + pool.active, check_s)
+    return Audit(violation, num_blocks, time.perf_counter() - began)

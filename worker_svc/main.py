@@ -166,7 +166,8 @@ class WorkerProcess:
             max_num_batched_tokens=self._settings.max_num_batched_tokens,
             adapters=loaded.info.adapters,
             simulated=loaded.info.runner == "sim",
-            num_devices=self._settings.tensor_parallel_size,
+            # Ranks on a CPU share it.
+            num_devices=self._settings.tensor_parallel_size if loaded.info.device != "cpu" else 1,
         )
 
 

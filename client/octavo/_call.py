@@ -142,10 +142,11 @@ class Call:
         rest = pb.GenerateRequest()
         rest.CopyFrom(request)
         for name, at in self._bounds.items():
-            # One that has begun gets the whole of its time in the queue again.
-            if name != "queue_timeout_ms" or not self._has_tokens():
-                least_ms = 0 if name == "queue_timeout_ms" else 1
-                setattr(rest.terms, name, max(least_ms, round((at - now) * 1000)))
+            if name != "queue_timeout_ms":
+                setattr(rest.terms, name, max(1, round((at - now) * 1000)))
+            # One that has begun, or was not turned away in time, may wait for as long as it said again.
+            elif not self._has_tokens() and (self.accepted is None or now < at):
+                rest.terms.queue_timeout_ms = max(0, round((at - now) * 1000))
         if self.accepted is not None:
             rest.sampling.seed = self.accepted.seed
             rest.accepted_as.prompt_tokens = self.accepted.prompt_tokens

@@ -177,9 +177,7 @@ class Endpoints:
         delay = 0.05
         while True:
             try:
-                if self._unary is None:
-                    self._unary = await self.dial()
-                return await self._use(self._unary, call)
+                return await self._use(self._unary or await self._keep(await self.dial()), call)
             except UnavailableError as error:
                 if error.reason not in _GONE or loop.time() + delay >= give_up_at:
                     raise
@@ -206,6 +204,14 @@ class Endpoints:
             raise from_rpc(error) from None
         finally:
             await connection.close()
+
+    async def _keep(self, connection: Connection) -> Connection:
+        """Return the connection that calls share: this one, unless another call was faster to connect."""
+        if self._unary is None:
+            self._unary = connection
+        else:
+            await connection.close()
+        return self._unary
 
     async def _use(self, connection: Connection, call: Callable[[Connection], Awaitable[_T]]) -> _T:
         """Make a call. The last to leave a connection that is not kept any more closes it."""

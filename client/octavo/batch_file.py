@@ -186,7 +186,8 @@ def _parse(number: int, text: str, given: str) -> BatchLine:
         fields = json.loads(text)
         if not isinstance(fields, dict):
             raise ValueError("not an object")  # noqa: TRY004 - the same kind of fault as broken JSON
-        request_id = str(fields.get("id", fields.get("custom_id", number)))
+        given_ids = (fields.get(name) for name in ("id", "custom_id"))
+        request_id = next((str(one) for one in given_ids if one is not None), request_id)
         item, error = _item(number, fields), None
     except InvalidRequestError as fault:
         item, error = None, fault

@@ -105,7 +105,8 @@ class Lifecycle:
         for sibling in request.sequences:
             if sibling.status is Status.HELD and size is not None:
                 sibling.transition(Status.WAITING)
-                sibling.keys = request.sequences[0].keys[: request.prompt_len // size]
+                prompt_keys = request.sequences[0].keys[: request.prompt_len // size]
+                sibling.keys = list(request.spec.resumed_keys.get(sibling.choice, prompt_keys))
                 sibling.extend_keys(size)
                 shared = min(request.prompt_len, sibling.num_tokens - 1) // size * size
                 pool.queue.push_front(sibling, shared_tokens=shared if request.got_token else 0)

@@ -164,9 +164,14 @@ class ContinuousPlanner:
     def _decode(self, draft: Draft, out: list[Effect]) -> None:
         """All decodes run; blocks for their growth come from preemption when there are none left."""
         worker = draft.worker
+        owed: int | None = None
         while (growth := worker.growth_in(draft.step)) > (
-            draft.available + draft.blocks_coming + worker.blocks_coming + worker.blocks_owed()
+            draft.available + draft.blocks_coming + worker.blocks_coming + (owed or 0)
         ):
+            if owed is None:
+                # Nobody is preempted for what cancels on their way bring; else they do not matter.
+                owed = worker.blocks_owed()
+                continue
             victim = self._victim(worker)
             if victim is None:
                 break

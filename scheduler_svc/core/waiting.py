@@ -261,8 +261,9 @@ class WaitingQueue:
                 count += ahead
                 tokens += lane.servable_tokens * ahead // lane.num_servable
             elif lane.num_servable:
-                oldest = lane.oldest_arrival()
-                aged = aged or (oldest is not None and now - oldest >= self._config.aging_s[priority])
+                oldest = next((one for one in lane.by_age() if one not in lane.stranded), None)
+                aging_s = self._config.aging_s[priority]
+                aged = aged or (oldest is not None and now - oldest.request.arrival >= aging_s)
         stride = self._config.aging_stride
         if aged and count and stride > 1:
             # Every so many starts, one of them has its turn.

@@ -197,7 +197,7 @@ class WorkerState:
         return self.blocks_for(sequence.num_tokens) - shared
 
     def blocks_owed(self) -> int:
-        """Return the blocks that come free with the cancels on their way."""
+        """Return the least number of blocks that come free with the cancels on their way."""
         return sum(self.blocks_won(self.sequences[handle]) for handle in self.owed)
 
     def growth_in(self, step: int) -> int:

@@ -81,10 +81,13 @@ class PlanLogReader:
                         yield record
                         continue
                 rest = file.read()
-                if rest or _holds_record(record):
-                    self.damaged_bytes = len(frame) + len(record) + len(rest)
+                size = len(frame) + len(record) + len(rest)
+                # A file may end in zeros that were to become an entry when the machine lost its power.
+                unwritten = not any(part.strip(b"\0") for part in (frame, record, rest))
+                if not unwritten and (rest or _holds_record(record)):
+                    self.damaged_bytes = size
                 else:
-                    self.torn_bytes = len(frame) + len(record)
+                    self.torn_bytes = size
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise PlanLogError(f"{self.path}: damaged compression: {error}") from error
 

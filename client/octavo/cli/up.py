@@ -24,6 +24,10 @@ class _Stop(BaseException):
     """A signal asks for the end."""
 
 
+class _CannotBegin(Exception):
+    """What the user asked for cannot be had here."""
+
+
 def configure(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the command's arguments."""
     del name
@@ -90,7 +94,41 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(number, _on_signal)
     stack = None
     try:
-        stack = Stack(
+        stack = _stack(arguments, gateway_port)
+        stack.start()
+        output.note(f"starting, logs are in {stack.folder}")
+        with output.ProgressLine() as show:
+            stack.wait_ready(arguments.ready_timeout, show)
+        _announce(stack)
+        while True:
+            stack.check()
+            time.sleep(_WATCH_S)
+    except _Stop:
+        return 0
+    except _CannotBegin as error:
+        output.fail(str(error))
+        return 2
+    except StackError as error:
+        output.fail(str(error))
+        if stack is not None:
+            output.note(f"logs are in {stack.folder}")
+        return 1
+    finally:
+        # From here on nothing may interrupt the end.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        if stack is not None:
+            stack.stop()
+
+
+def _stack(arguments: argparse.Namespace, gateway_port: int | None) -> Stack:
+    """Return the stack that the flags describe.
+
+    Raises:
+        _CannotBegin: an address or the folder of the logs cannot be used.
+    """
+    try:
+        return Stack(
             StackConfig(
                 model=arguments.model,
                 num_workers=arguments.workers,
@@ -104,30 +142,8 @@ def run(arguments: argparse.Namespace) -> int:
                 folder=arguments.logs or _log_folder(),
             )
         )
-        stack.start()
-        output.note(f"starting, logs are in {stack.folder}")
-        with output.ProgressLine() as show:
-            stack.wait_ready(arguments.ready_timeout, show)
-        _announce(stack)
-        while True:
-            stack.check()
-            time.sleep(_WATCH_S)
-    except _Stop:
-        return 0
     except OSError as error:  # The folder of the logs has a name, an address has none.
-        output.fail(f"{error.filename or arguments.host}: {error.strerror}")
-        return 2
-    except StackError as error:
-        output.fail(str(error))
-        if stack is not None:
-            output.note(f"logs are in {stack.folder}")
-        return 1
-    finally:
-        # From here on nothing may interrupt the end.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        if stack is not None:
-            stack.stop()
+        raise _CannotBegin(f"{error.filename or arguments.host}: {error.strerror}") from error
 
 
 def _port_or_none(text: str) -> int | None:

@@ -56,6 +56,8 @@ _CODES: Final[Mapping[str, str]] = {
     "NO_API_KEY": "invalid_api_key",
 }
 LEVEL_HEADER: Final = "x-octavo-level"
+CHALLENGE: Final = {"www-authenticate": "Bearer"}
+"""Goes with every 401 (RFC 9110, section 11.6.1)."""
 """The degradation level of the service."""
 _DEFAULT_RETRY_S: Final = 1.0
 UNSUPPORTED: Final = "unsupported"
@@ -160,7 +162,7 @@ def failure_of(error: OctavoError, renamed: Mapping[str, str] | None = None) -> 
         retry_after_s = _DEFAULT_RETRY_S
     # Time that has run out does not come back: trying again by itself would add to the load that took it.
     retry = True if status in (429, 503) else None if status == 409 else False
-    headers = {"www-authenticate": "Bearer"} if status == 401 else {}
+    headers = dict(CHALLENGE) if status == 401 else {}
     if "level" in error.metadata:
         headers[LEVEL_HEADER] = error.metadata["level"]
     return Failure(status, message, code, param, retry_after_s, retry, headers)

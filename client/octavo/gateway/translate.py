@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 
 from octavo._channel import check_api_key
 from octavo.errors import InvalidRequestError
-from octavo.gateway.errors import Failure, GatewayError, invalid
+from octavo.gateway.errors import CHALLENGE, Failure, GatewayError, invalid
 from octavo.gateway.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -202,7 +202,8 @@ def bearer_key(headers: Mapping[str, str]) -> str:
     try:
         check_api_key(key)
     except InvalidRequestError as error:
-        raise GatewayError(Failure(401, error.message, "invalid_api_key", retry=False)) from None
+        failure = Failure(401, error.message, "invalid_api_key", retry=False, headers=CHALLENGE)
+        raise GatewayError(failure) from None
     return key
 
 

@@ -263,7 +263,7 @@ def _trial_of(
 ) -> Trial:
     done: list[RequestRecord] = [one for one in run.requests if one.outcome is Outcome.OK]
     misses = len(run.requests) - len(done) + sum(target.missed(one.ttft_s, one.tpot_s) for one in done)
-    answered = [(one.ended_s, one.e2e_s - (one.ttft_s or 0.0)) for one in done]
+    answered = [(one.ended_s, target.granted_s(one.e2e_s, one.ttft_s)) for one in done]
     kept = (
         not stopped
         and misses <= target.allowed_misses(len(run.requests))

@@ -67,9 +67,9 @@ class SimulatedTrials:
         ttft = [one.ttft_s for one in results if one.ttft_s is not None]
         tpot = [one.tpot_s for one in results if one.tpot_s is not None]
         answered = [
-            (one.ended_at, one.ended_at - one.first_token_at)
+            (one.ended_at, target.granted_s(one.ended_at - one.arrival, one.ttft_s))
             for one in results
-            if one.completed and one.ended_at is not None and one.first_token_at is not None
+            if one.completed and one.ended_at is not None
         ]
         in_bounds = misses <= target.allowed_misses(len(results))
         ended = max((one.ended_at or 0.0 for one in results), default=1.0)

@@ -24,13 +24,13 @@ def keeps_up(arrived_s: Sequence[float], answered: Sequence[tuple[float, float]]
 
     Args:
         arrived_s: when each request came.
-        answered: (when it ended, seconds from its first token on) of each that was answered.
+        answered: (when it ended, seconds of it that the target grants; see `granted_s`) of each answer.
     """
     if not answered:
         return False
     last_s = max(arrived_s)
-    span_s, serving_s = last_s - min(arrived_s), fmean(serving for _, serving in answered)
-    under_way = min(0.5, serving_s / span_s) if span_s > 0 else 0.5
+    span_s, granted_s = last_s - min(arrived_s), fmean(granted for _, granted in answered)
+    under_way = min(0.5, granted_s / span_s) if span_s > 0 else 0.5
     in_time = sum(ended_s <= last_s for ended_s, _ in answered)
     return in_time >= KEEPS_UP * (1 - under_way) * len(arrived_s)
 
@@ -64,6 +64,10 @@ class LatencyTarget:
         late = self.ttft_s is not None and ttft_s > self.ttft_s
         slow = self.tpot_s is not None and tpot_s is not None and tpot_s > self.tpot_s
         return late or slow
+
+    def granted_s(self, e2e_s: float, ttft_s: float | None) -> float:
+        """Return the time of an answer without the wait that is beyond the bound of the TTFT."""
+        return e2e_s - max(0.0, (ttft_s or 0.0) - (self.ttft_s or 0.0))
 
     def __str__(self) -> str:
         bounds = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s))

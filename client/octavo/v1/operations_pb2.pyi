@@ -709,8 +709,8 @@ class DrainRequest(google.protobuf.message.Message):
     WORKER_ID_FIELD_NUMBER: builtins.int
     GRACE_MS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
-    """One worker, which takes nothing new until its process is started anew; absent is the scheduler as a
-    whole, which then ends.
+    """One worker, which takes nothing new until its process or this scheduler is started anew; absent is the
+    scheduler as a whole, which then ends.
     """
     grace_ms: builtins.int
     """Running requests get this long to finish; absent is without limit. Not with worker_id: what runs on a

@@ -173,7 +173,6 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         self.refusing = ""
         self.answering_cancels = True
         self.dying_after_accepted = False
-        self.operations = FakeOperations()
         self.tokenizing = 0
         self.may_tokenize = asyncio.Event()
         self.may_tokenize.set()

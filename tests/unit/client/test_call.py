@@ -31,8 +31,19 @@ def test_call_sent_again_before_its_first_token_has_the_rest_of_every_bound() ->
     late = call.to_send(106.0).terms
 
     assert (again.queue_timeout_ms, again.ttft_deadline_ms, again.deadline_ms) == (1000, 2000, 6000)
-    assert (late.queue_timeout_ms, late.ttft_deadline_ms, late.deadline_ms) == (0, 1, 3000)
+    # It was taken, and not turned away at the end of its time in the queue: it had begun.
+    assert (late.queue_timeout_ms, late.ttft_deadline_ms, late.deadline_ms) == (4000, 1, 3000)
+
+
+def test_call_that_was_never_taken_has_no_time_left_in_the_queue() -> None:
+    call = Call(request(queue_timeout_ms=4000), lambda: None)
+    call.begin(100.0)
+    call.to_send(100.0)
+
+    late = call.to_send(106.0).terms
+
     assert late.HasField("queue_timeout_ms")
+    assert late.queue_timeout_ms == 0
 
 
 def test_call_sent_again_with_tokens_has_met_the_bounds_of_its_start() -> None:

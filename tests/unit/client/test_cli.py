@@ -352,7 +352,7 @@ def test_service_wrong_setting_is_named_in_one_line(capsys: Capture, arguments: 
 def test_service_without_its_extra_names_the_extra(service: str) -> None:
     block = (
         "import sys; sys.modules['pydantic_settings'] = None; "
-        f"from octavo.cli.main import COMMANDS, main; sys.exit(main(['{service}']))"
+        f"from octavo.cli.main import main; sys.exit(main(['{service}']))"
     )
     done = subprocess.run(  # our own interpreter
         [sys.executable, "-c", block], capture_output=True, text=True, timeout=30, check=False

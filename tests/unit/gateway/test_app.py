@@ -34,6 +34,7 @@ async def test_key_that_cannot_be_passed_on_is_401_and_not_repeated(
     answer = await http.request(method, path, json=body, headers=headers)
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert answer.headers["www-authenticate"] == "Bearer"
     assert key not in answer.text
 
 

@@ -94,6 +94,20 @@ def test_worker_that_comes_back_with_a_smaller_budget_keeps_less() -> None:
     assert names(board) == {"one": set()}
 
 
+def test_room_that_comes_free_is_given_to_the_pins_that_had_none() -> None:
+    board, large, small = PinBoard(), Port("w1", 9), Port("w2", 3)
+    board.put(Pin("m", "a", keys(1, 2, 3)), [large, small])
+    board.put(Pin("m", "b", keys(4, 5)), [large, small])
+    board.put(Pin("m", "c", keys(6)), [large, small])
+    assert names(board) == {"a": {"w1", "w2"}, "b": {"w1"}, "c": {"w1"}}
+
+    board.put(Pin("m", "a", keys(1)), [large, small])
+    assert small.pins == {"a": keys(1), "b": keys(4, 5)}
+    board.remove("m", "b", [large, small])
+    assert small.pins == {"a": keys(1), "c": keys(6)}
+    assert names(board) == {"a": {"w1", "w2"}, "c": {"w1", "w2"}}
+
+
 def test_lifted_pin_makes_room_for_another() -> None:
     board, port = PinBoard(), Port("w1", 2)
     board.put(Pin("m", "one", keys(1, 2)), [port])

@@ -298,7 +298,8 @@ async def test_closed_pool_leaves_no_process() -> None:
 
 def kill(pids: list[int]) -> None:
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 async def both_children(pool: TokenizerPool) -> list[int]:

@@ -100,6 +100,14 @@ def test_trial_during_which_too_little_is_answered_does_not_keep_up() -> None:
     assert not keeps_up(arrived, [])
 
 
+def test_wait_that_the_target_grants_is_no_falling_behind() -> None:
+    arrived = [number / 20 for number in range(500)]
+    ended = [(at + 7.0, 7.0, 3.0) for at in arrived]
+    for bound, keeps in ((3.0, True), (None, False)):
+        target = LatencyTarget(ttft_s=bound)
+        assert keeps_up(arrived, [(at, target.granted_s(e2e, ttft)) for at, e2e, ttft in ended]) is keeps
+
+
 def test_search_never_asks_for_fewer_tokens_than_sequences() -> None:
     asked: list[Settings] = []
     space = Space((64, 128, 256), (64, 128))

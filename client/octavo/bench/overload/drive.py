@@ -56,7 +56,8 @@ class Mix:
 
 async def vocabulary_of(target: OctavoTarget) -> tuple[int, int]:
     """Return a range of token ids that the model of a target has."""
-    models = {model.id: model for model in await target.client.models()}
+    served = await target.client.models()
+    models = {name: model for model in served for name in (*model.adapters, model.id)}
     first, last = Mix().vocabulary
     return first, min(last, models[target.record.model].vocab_size)
 

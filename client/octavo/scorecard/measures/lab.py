@@ -122,6 +122,7 @@ async def generator_agreement() -> Measured:
         )
         for traffic in theirs
         for name in ours[traffic][0]
+        if statistics.median(turn[name] for turn in theirs[traffic]) > 0
     }
     telling = {name: one for name, one in compared.items() if one.spread <= TELLING}
     if not telling:

@@ -268,6 +268,14 @@ def test_replay_of_a_compressed_log_reads_it_as_it_is(log: Path) -> None:
     assert replay(zipped) == replay(log)
 
 
+def test_replay_of_a_log_whose_end_was_never_written_goes_as_far_as_it_is_whole(log: Path) -> None:
+    whole = replay(log)
+    log.write_bytes(log.read_bytes() + bytes(1000))
+    result = replay(log)
+    assert result.plans == whole.plans
+    assert (result.torn_bytes, result.damaged_bytes) == (1000, 0)
+
+
 @pytest.mark.parametrize("missing", [1, 5, 300])
 def test_replay_of_a_torn_log_goes_as_far_as_it_is_whole(log: Path, missing: int) -> None:
     data = log.read_bytes()
