@@ -117,7 +117,7 @@ async def test_audit_names_what_is_broken_and_the_worker_serves_on() -> None:
 
 
 async def _both_run(stack: Stack) -> bool:
-    """Whether either worker runs something; who comes late waits behind the steps that are held."""
+    """Whether each worker runs something; who comes late waits behind the steps that are held."""
     return all(worker.running for worker in (await stack.status()).workers)
 
 
