@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(import_module(module).run(arguments))
     except BenchInterrupted as error:
         print(error.partial)
-        return 130
+        return output.EXIT_INTERRUPTED
     except ModuleNotFoundError as error:
         output.fail(f"octavo bench {arguments.bench} needs {error.name}: pip install 'octavo[bench]'")
         return 1

@@ -31,7 +31,7 @@ def main() -> int:
         output.note(f"logs are in {stack.folder}")
         return 1
     except KeyboardInterrupt:
-        return 130
+        return output.EXIT_INTERRUPTED
     finally:
         stack.stop()
     return 0

@@ -47,7 +47,6 @@ EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 # What a write to stdout fails with that nothing can be written to any more.
 _OUTPUT_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-EXIT_INTERRUPTED: Final = 130
 EXIT_BROKEN_PIPE: Final = 141
 # The first class that fits decides.
 EXIT_CODES: Final[tuple[tuple[type[OctavoError], int], ...]] = (
@@ -117,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.fail(output.describe(error))
         return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return output.EXIT_INTERRUPTED
     except BrokenPipeError:  # The reader of our output has left.
         _drop_output()
         return EXIT_BROKEN_PIPE

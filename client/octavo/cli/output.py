@@ -13,6 +13,9 @@ from typing import Any, Final, Self, TextIO
 
 from octavo.errors import OctavoError
 
+EXIT_INTERRUPTED: Final = 130
+"""Ended by Ctrl-C, as shells say it."""
+
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _BAR_CELLS: Final = 24
 

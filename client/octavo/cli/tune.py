@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print(found, target, arguments.model)
     if found.best is None:
-        return 130 if interrupted else 1
+        return output.EXIT_INTERRUPTED if interrupted else 1
     if arguments.out is not None:
         try:
             arguments.out.write_text(as_toml(found.best, target), encoding="utf-8")
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             output.fail(f"{arguments.out}: {error.strerror}")
             return 1
         output.note(f"wrote {arguments.out}: octavo worker --config-file {arguments.out}")
-    return 130 if interrupted else 0
+    return output.EXIT_INTERRUPTED if interrupted else 0
 
 
 def _search(arguments: argparse.Namespace) -> tuple[Found, LatencyTarget, bool]:

@@ -25,7 +25,6 @@ HEALTHY: Final = "healthy"
 DEGRADED: Final = "degraded"
 PREFIX: Final = "prefix"
 POISSON: Final = "poisson"
-TRACES: Final = (*workload.AZURE_FILES, POISSON)
 STANDARD_FLEET: Final = FleetConfig()
 ARMS_OF: Final[dict[str, tuple[str, ...]]] = {
     HEALTHY: ARMS,
@@ -44,7 +43,7 @@ class Traffic:
     traces: Path | None = None
     """Folder of the public traces; None: where `find_trace` looks."""
     trace: str = "azure-conv"
-    """One of TRACES, where prefixes do not matter."""
+    """A key of `workload.AZURE_FILES`, or POISSON; where prefixes do not matter."""
     lengths: Drawn = Drawn(1000, 200, 1.0)
     """Of the requests of POISSON."""
     plan_log: Path | None = None
