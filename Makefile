@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Fast first: a fault shows in seconds where it can.
 TESTS := $(wildcard tests/unit tests/sim tests/e2e tests/perf)
 
-MACHINES := tests/sim/test_state_machine.py tests/unit/worker/test_engine_machine.py \
+MACHINES := tests/sim/test_state_machine.py tests/unit/worker/engine/test_engine_machine.py \
   tests/unit/worker/kv/test_memory_machine.py
 
 .DEFAULT_GOAL := help
@@ -29,9 +29,9 @@ setup: .venv/.installed ## make .venv with everything that development needs
 	@$(PIP) '$(TORCH)'
 	@touch $@
 
-.venv/.installed: pyproject.toml .venv/.torch
+.venv/.installed: pyproject.toml lab/pyproject.toml .venv/.torch
 	@echo 'Installing Octavo and its tools'
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[dev]' -e lab
 	@touch $@
 
 vllm: .venv/.installed ## add vLLM's CPU build to .venv, for --runner vllm and its tests
@@ -64,7 +64,7 @@ proto: ## regenerate client/octavo/v1 from protos/
 	PYTHON=$(PYTHON) scripts/gen_proto.sh
 
 scorecard: .venv/.installed ## measure every promise (ONLY='e2e.*', LONG=1 for the long ones)
-	@$(BIN)/python -m octavo.scorecard $(if $(ONLY),--only '$(ONLY)') $(if $(LONG),--long)
+	@$(BIN)/python -m octavo_lab.scorecard $(if $(ONLY),--only '$(ONLY)') $(if $(LONG),--long)
 
 clean: ## remove what the targets made
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis

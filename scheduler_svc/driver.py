@@ -16,9 +16,8 @@ from typing import Any, Final, Protocol
 import structlog
 from octavo.protocol.steps import Plan, Report
 
-from scheduler_svc.accounts import Accounts
+from scheduler_svc.core.admission import Ask
 from scheduler_svc.core.core import SchedulerCore
-from scheduler_svc.core.door import Ask
 from scheduler_svc.core.effects import (
     Accepted,
     DetachWorker,
@@ -35,8 +34,9 @@ from scheduler_svc.core.events import WorkerInfo
 from scheduler_svc.core.overload import Caps, Level
 from scheduler_svc.core.snapshot import CoreSnapshot
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.metrics import Metrics
-from scheduler_svc.requests import LiveRequest
+from scheduler_svc.live.accounts import Accounts
+from scheduler_svc.live.requests import LiveRequest
+from scheduler_svc.observe.metrics import Metrics
 
 _log = structlog.get_logger()
 

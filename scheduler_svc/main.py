@@ -18,29 +18,29 @@ from octavo.service import event_loop, logs
 from octavo.service.address import AddressTaken, check_address
 from prometheus_client import disable_created_metrics, start_http_server
 
-from scheduler_svc.access import Access
-from scheduler_svc.accounts import Accounts
-from scheduler_svc.admission import Admission
+from scheduler_svc.admission.access import Access
+from scheduler_svc.admission.admission import Admission
+from scheduler_svc.admission.intake import Intake
+from scheduler_svc.admission.key_file import KeyFileWatch
+from scheduler_svc.admission.load import LoadGate
+from scheduler_svc.admission.tenants import Tenants
+from scheduler_svc.api.generation import GenerationService
+from scheduler_svc.api.operations import PinService, StatusService
+from scheduler_svc.api.server import SchedulerServer, Services, SessionService
+from scheduler_svc.api.session import SessionLimits
+from scheduler_svc.api.status import StatusBoard
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core import CoreSnapshot, SchedulerCore
 from scheduler_svc.core.overload import Level
 from scheduler_svc.driver import Driver
-from scheduler_svc.fleet import Fleet
-from scheduler_svc.generation import GenerationService
-from scheduler_svc.intake import Intake
-from scheduler_svc.key_file import KeyFileWatch
-from scheduler_svc.load import LoadGate
-from scheduler_svc.metrics import Metrics
-from scheduler_svc.models import ModelRegistry
-from scheduler_svc.operations import PinService, StatusService
-from scheduler_svc.pins import PinBoard
+from scheduler_svc.fleet.models import ModelRegistry
+from scheduler_svc.fleet.pins import PinBoard
+from scheduler_svc.fleet.worker_link import Epochs, LinkContext
+from scheduler_svc.fleet.workers import Fleet
+from scheduler_svc.live.accounts import Accounts
+from scheduler_svc.observe.metrics import Metrics
 from scheduler_svc.planlog import PlanLogError, PlanLogWriter, RecordingCore
-from scheduler_svc.server import SchedulerServer, Services, SessionService
-from scheduler_svc.session import SessionLimits
-from scheduler_svc.status import StatusBoard
-from scheduler_svc.tenants import Tenants
-from scheduler_svc.tokenizer_pool import MAX_PENDING, TokenizerPool
-from scheduler_svc.worker_link import Epochs, LinkContext
+from scheduler_svc.text.tokenizer_pool import MAX_PENDING, TokenizerPool
 
 log = structlog.get_logger()
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from octavo import AsyncClient, GenerateResult, OctavoError
 from octavo.stack import Stack, StackConfig
 
-TARGET = Path(__file__).parents[1] / "client" / "octavo" / "bench" / "datasets" / "corpus.txt.xz"
+TARGET = Path(__file__).parents[1] / "lab" / "octavo_lab" / "datasets" / "corpus.txt.xz"
 FORMS = (
     "Write a short story about {}.",
     "Explain to a curious child how one should think about {}.",

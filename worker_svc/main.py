@@ -15,16 +15,16 @@ import structlog
 from octavo.service import event_loop, logs
 from octavo.service.address import AddressTaken, check_address
 
+from worker_svc.api.describe import describe
+from worker_svc.api.server import Business, WorkerServer, WorkerService
+from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
-from worker_svc.describe import describe
+from worker_svc.engine.loop import EngineLoop, Loaded
 from worker_svc.errors import ModelLoadError, SettingsError, WorkerError
-from worker_svc.load import load
-from worker_svc.loop import EngineLoop, Loaded
 from worker_svc.metrics import Metrics, MetricsServer
-from worker_svc.progress import LoadingProgress
 from worker_svc.runner.vllm import placement
-from worker_svc.server import Business, WorkerServer, WorkerService
-from worker_svc.session import Sessions, Terms
+from worker_svc.start.load import load
+from worker_svc.start.progress import LoadingProgress
 
 EXIT_FAILED: Final = 1
 EXIT_CODES: Final[dict[type[WorkerError | AddressTaken], int]] = {

@@ -9,12 +9,12 @@ from typing import Final, Self, Unpack
 
 import grpc.aio
 
-from octavo import _wire
-from octavo._batch import Batch
-from octavo._call import Call
-from octavo._channel import Connection, Endpoints, from_rpc, parse_api_key, parse_endpoints
-from octavo._core import Core
-from octavo._session import Patience, Transport
+from octavo._sdk import wire
+from octavo._sdk.batch import Batch
+from octavo._sdk.call import Call
+from octavo._sdk.channel import Connection, Endpoints, from_rpc, parse_api_key, parse_endpoints
+from octavo._sdk.core import Core
+from octavo._sdk.session import Patience, Transport
 from octavo.errors import OctavoError
 from octavo.status import Status
 from octavo.types import (
@@ -191,19 +191,19 @@ class AsyncClient:
         Raises:
             OctavoError: the request was refused or failed; see `octavo.errors`.
         """
-        return await self._core.run(_wire.text_request(prompt, options))
+        return await self._core.run(wire.text_request(prompt, options))
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Start a request and return its output as it comes; raises as `generate` does."""
-        return self._start(_wire.text_request(prompt, options))
+        return self._start(wire.text_request(prompt, options))
 
     async def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateResult:
         """Return the whole answer in a conversation; raises as `generate` does."""
-        return await self._core.run(_wire.chat_request(messages, options))
+        return await self._core.run(wire.chat_request(messages, options))
 
     def chat_stream(self, messages: Messages, **options: Unpack[ChatOptions]) -> AsyncStream:
         """Start the answer in a conversation and return it as it comes; raises as `generate` does."""
-        return self._start(_wire.chat_request(messages, options))
+        return self._start(wire.chat_request(messages, options))
 
     async def batch(
         self, prompts: Iterable[Prompt | BatchItem], **options: Unpack[GenerateOptions]
@@ -248,7 +248,7 @@ class AsyncClient:
     ) -> Tokenization:
         """Return the token ids of a text. `api_key`, here and below: as in `GenerateOptions`."""
         request = pb.TokenizeRequest(model=model, return_pieces=pieces, add_special_tokens=add_special_tokens)
-        with _wire.naming("text"):
+        with wire.naming("text"):
             request.text = text
         return await self._tokenize(request, api_key)
 
@@ -262,7 +262,7 @@ class AsyncClient:
         **options: Unpack[TemplateOptions],
     ) -> Tokenization:
         """Return the token ids of a conversation, rendered with the model's template."""
-        chat = _wire.chat(messages, options)
+        chat = wire.chat(messages, options)
         request = pb.TokenizeRequest(model=model, chat=chat, return_pieces=pieces)
         return await self._tokenize(request, api_key)
 
@@ -282,7 +282,7 @@ class AsyncClient:
     ) -> str:
         """Return the text of token ids."""
         request = pb.DetokenizeRequest(model=model, keep_special_tokens=keep_special_tokens)
-        with _wire.naming("token_ids"):
+        with wire.naming("token_ids"):
             request.token_ids.extend(token_ids)
         answer = await self._core.unary(
             lambda on: on.generation.Detokenize(request, metadata=on.metadata_of(api_key))
@@ -295,26 +295,26 @@ class AsyncClient:
         answer = await self._core.unary(
             lambda on: on.generation.ListModels(request, metadata=on.metadata_of(api_key))
         )
-        return [_wire.model_info(model) for model in answer.models]
+        return [wire.model_info(model) for model in answer.models]
 
     async def status(self, *, history: bool = False) -> Status:
         """Return what the scheduler is doing; with `history`, also what it did in the last ten minutes."""
         request = operations_pb2.GetStatusRequest(history=history)
         answer = await self._core.unary(lambda on: on.operations.GetStatus(request, metadata=on.metadata))
-        return _wire.status(answer.status)
+        return wire.status(answer.status)
 
     async def watch_status(self, interval: float = 1.0, *, history: bool = False) -> AsyncGenerator[Status]:
         """Yield a status now and then again each `interval` seconds, until the scheduler goes away.
 
         With `history` the first one has that of the last ten minutes, and each that follows what is new.
         """
-        interval_ms = _wire.milliseconds("interval_ms", interval)
+        interval_ms = wire.milliseconds("interval_ms", interval)
         request = operations_pb2.WatchStatusRequest(interval_ms=interval_ms, history=history)
         connection = await self._core.endpoints.dial()
         try:
             rpc = connection.operations.WatchStatus(request, metadata=connection.metadata)
             async for answer in rpc:
-                yield _wire.status(answer.status)
+                yield wire.status(answer.status)
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error) from None
         finally:
@@ -339,7 +339,7 @@ class AsyncClient:
         Raises:
             InvalidRequestError: the client has several endpoints and none of them is named.
         """
-        grace_ms = None if grace is None else _wire.milliseconds("grace_ms", grace)
+        grace_ms = None if grace is None else wire.milliseconds("grace_ms", grace)
         request = operations_pb2.DrainRequest(worker_id=worker_id, grace_ms=grace_ms)
         answer = await self._core.once(
             endpoint, lambda on: on.operations.Drain(request, metadata=on.metadata)
@@ -373,7 +373,7 @@ class AsyncClient:
             UnsupportedError: no worker has room for it within its pin budget.
         """
         fields = {"model": model, "cache_salt": cache_salt, "tenant": tenant, **options}
-        request = _wire.pin_request(name, prefix, fields)
+        request = wire.pin_request(name, prefix, fields)
         answer = await self._core.unary(lambda on: on.operations.PinPrefix(request, metadata=on.metadata))
         return PinResult(answer.tokens, answer.blocks, answer.workers, tuple(answer.without_room))
 
@@ -391,7 +391,7 @@ class AsyncClient:
         """Have one worker, or all that are attached, verify their books from scratch between two steps."""
         request = operations_pb2.AuditWorkersRequest(worker_id=worker_id)
         answer = await self._core.unary(lambda on: on.operations.AuditWorkers(request, metadata=on.metadata))
-        return [_wire.audit(one) for one in answer.audits]
+        return [wire.audit(one) for one in answer.audits]
 
     async def aclose(self) -> None:
         """Cancel what runs and close the connections."""

@@ -8,11 +8,11 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
-from octavo import _wire
-from octavo._batch import Batch
-from octavo._call import Call
-from octavo._loop_thread import LoopThread
-from octavo._session import Transport
+from octavo._sdk import wire
+from octavo._sdk.batch import Batch
+from octavo._sdk.call import Call
+from octavo._sdk.loop_thread import LoopThread
+from octavo._sdk.session import Transport
 from octavo.aio import AsyncClient
 from octavo.errors import OctavoError
 from octavo.status import Status
@@ -144,7 +144,7 @@ class Client:
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Start a request and return its output as it comes; raises as `generate` does."""
-        return self._start(_wire.text_request(prompt, options))
+        return self._start(wire.text_request(prompt, options))
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateResult:
         """Return the whole answer in a conversation; raises as `generate` does."""
@@ -152,7 +152,7 @@ class Client:
 
     def chat_stream(self, messages: Messages, **options: Unpack[ChatOptions]) -> Stream:
         """Start the answer in a conversation and return it as it comes; raises as `generate` does."""
-        return self._start(_wire.chat_request(messages, options))
+        return self._start(wire.chat_request(messages, options))
 
     def batch(
         self, prompts: Iterable[Prompt | BatchItem], **options: Unpack[GenerateOptions]

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from octavo.protocol.steps import FinishReason, Report
 
 from scheduler_svc.core import bisection
+from scheduler_svc.core.admission import Ask, ask_of
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.door import Ask, ask_of
 from scheduler_svc.core.effects import Accepted, DetachWorker, Effect, LogEvent, Reject, SendPlan
 from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
 from scheduler_svc.core.events import NewRequest, WorkerInfo

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 
+from scheduler_svc.core.admission import Door
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.door import Door
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.placement import PrefixIndex
 from scheduler_svc.core.policies import Charges, make_charges

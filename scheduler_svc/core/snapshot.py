@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from octavo.protocol.steps import Geometry, PoolReport, Priority
 
-from scheduler_svc.core.door import Ask, Door
+from scheduler_svc.core.admission import Ask, Door
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.forecast import Prediction
 from scheduler_svc.core.lifecycle import Lifecycle

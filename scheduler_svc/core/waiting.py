@@ -16,7 +16,7 @@ from scheduler_svc.core.policies import POLICIES, Charges, Policy
 from scheduler_svc.core.request import Sequence
 
 if TYPE_CHECKING:
-    from scheduler_svc.core.door import Ask
+    from scheduler_svc.core.admission import Ask
 
 
 def _arrival(sequence: Sequence) -> float:

@@ -22,16 +22,16 @@ from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.main import SchedulerProcess
+from worker_svc.api.describe import describe
+from worker_svc.api.server import Business, WorkerServer, WorkerService
+from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
-from worker_svc.describe import describe
-from worker_svc.load import build
-from worker_svc.loop import EngineLoop
+from worker_svc.engine.loop import EngineLoop
 from worker_svc.metrics import Metrics
 from worker_svc.runner.base import ModelInfo, StepBatch, StepResult
 from worker_svc.runner.sim import SimRunner, built_in_model
 from worker_svc.runner.steptime import StepTimes
-from worker_svc.server import Business, WorkerServer, WorkerService
-from worker_svc.session import Sessions, Terms
+from worker_svc.start.load import build
 
 WAIT_S = 60.0
 EOS = 2

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from octavo.bench.load import files
-from octavo.bench.load.records import Outcome
 from octavo.cli.main import main
 from octavo.client import Client
 from octavo.stack import Stack, StackConfig
+from octavo_lab.load import files
+from octavo_lab.load.records import Outcome
 
 
 def test_what_the_generator_records_is_what_the_scheduler_counts(

@@ -13,15 +13,15 @@ import pytest
 import torch
 from octavo.protocol.steps import FinishReason
 from octavo.sampling import SamplingParams, StructuredOutput
-from octavo.scorecard.runner_workload import Job, PlanWorkload, Reference, greedy_jobs
+from octavo_lab.scorecard.runner_workload import Job, PlanWorkload, Reference, greedy_jobs
 from transformers import LlamaConfig, PreTrainedModel
 
 from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
 from worker_svc.config import WorkerSettings
-from worker_svc.engine import Engine, EngineConfig
+from worker_svc.engine.engine import Engine, EngineConfig
 from worker_svc.errors import StepOutOfMemory
-from worker_svc.load import load_runner
 from worker_svc.runner.base import ModelInfo, ModelRunner
+from worker_svc.start.load import load_runner
 
 BLOCK_SIZE = 32
 NUM_BLOCKS = 96

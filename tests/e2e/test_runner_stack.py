@@ -13,10 +13,10 @@ import psutil
 import pytest
 from octavo import AsyncClient, Client
 from octavo.sampling import SamplingParams
-from octavo.scorecard.measures.e2e import until_idle
-from octavo.scorecard.runner_workload import Job, Reference
 from octavo.stack import Stack, StackConfig
 from octavo.v1 import operations_pb2, operations_pb2_grpc
+from octavo_lab.scorecard.measures.e2e import until_idle
+from octavo_lab.scorecard.runner_workload import Job, Reference
 from transformers import LlamaConfig
 
 from tests.unit.worker.runner.torch.families import save_model

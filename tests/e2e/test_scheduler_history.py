@@ -10,7 +10,7 @@ from tests.e2e.scheduler_stack import one_worker, scheduler, start_worker, until
 
 @pytest.fixture(autouse=True)
 def _no_samples_but_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_svc.history.INTERVAL_S", 3600.0)
+    monkeypatch.setattr("scheduler_svc.observe.history.INTERVAL_S", 3600.0)
 
 
 async def test_cost_counts_every_device_of_the_workers_that_are_attached() -> None:

@@ -20,7 +20,7 @@ from tests.e2e.worker_stack import (
     admit,
     refusal_of,
 )
-from worker_svc.session import Session
+from worker_svc.api.session import Session
 
 
 async def test_faults_are_refused_unless_enabled(worker: Worker) -> None:

@@ -17,8 +17,8 @@ from tests.e2e.worker_stack import (
     Worker,
     refusal_of,
 )
-from worker_svc import server as server_module
-from worker_svc.server import Business, WorkerServer, WorkerService
+from worker_svc.api import server as server_module
+from worker_svc.api.server import Business, WorkerServer, WorkerService
 
 
 async def test_reflection_lists_what_is_served(worker: Worker) -> None:

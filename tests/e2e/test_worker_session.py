@@ -22,7 +22,7 @@ from tests.e2e.worker_stack import (
     keys_of,
     refusal_of,
 )
-from worker_svc.loop import StepEngine
+from worker_svc.engine.loop import StepEngine
 
 
 async def test_describe_has_all_that_a_scheduler_needs(worker: Worker) -> None:

@@ -17,15 +17,15 @@ from octavo.v1 import common_pb2, worker_pb2_grpc
 from octavo.v1 import worker_pb2 as pb
 
 from tests.e2e.scheduler_stack import WAIT_S, until
+from worker_svc.api.describe import describe
+from worker_svc.api.server import Business, WorkerServer, WorkerService
+from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
-from worker_svc.describe import describe
-from worker_svc.load import build
-from worker_svc.loop import EngineLoop
+from worker_svc.engine.loop import EngineLoop
 from worker_svc.metrics import Metrics
 from worker_svc.runner.sim import SimRunner, built_in_model
 from worker_svc.runner.steptime import StepTimes
-from worker_svc.server import Business, WorkerServer, WorkerService
-from worker_svc.session import Sessions, Terms
+from worker_svc.start.load import build
 
 NUM_BLOCKS = 64
 MAX_MODEL_LEN = 256

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.scorecard.core_workload import steady_decode
+from octavo_lab.scorecard.core_workload import steady_decode
 
 
 def test_plan_of_a_steady_decode_is_empty_whatever_runs() -> None:

@@ -7,9 +7,9 @@ import time
 
 from octavo.protocol.steps import Admit, Plan
 from octavo.sampling import SamplingParams
-from octavo.scorecard.measures import kv
+from octavo_lab.scorecard.measures import kv
 
-from worker_svc.engine import Engine, EngineConfig
+from worker_svc.engine.engine import Engine, EngineConfig
 from worker_svc.runner.base import StepBatch, StepResult
 
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from octavo.protocol.steps import Geometry, Plan, Refused, RefuseReason, Report
 from octavo.sampling import SamplingParams
+from octavo_lab.sim import SimWorkerConfig, stream_of, token_at
+from octavo_lab.sim.worker import StepFault, WorkerCrashedError, no_fault
 
 from scheduler_svc.core import WorkerInfo
-from scheduler_svc.sim import SimWorkerConfig, stream_of, token_at
-from scheduler_svc.sim.worker import StepFault, WorkerCrashedError, no_fault
-from worker_svc.engine import Engine, EngineConfig
+from worker_svc.engine.engine import Engine, EngineConfig
+from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import DeviceLost, StepFailed
 from worker_svc.runner.base import BlockCopy, StepBatch, StepResult
-from worker_svc.sequence import Sequence
 
 
 class _Ticket:
@@ -75,7 +75,7 @@ class _Runner:
 
 
 class EngineMachine:
-    """A `StepMachine` around `worker_svc.engine.Engine`, which audits itself after every step."""
+    """A `StepMachine` around `worker_svc.engine.engine.Engine`, which audits itself after every step."""
 
     num_host_blocks = 24
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from octavo_lab.sim.chaos import CHAOS, CHAOS_CONFIG, Chaos, ChaosResult, ChaosSetting, chaos_workers
+from octavo_lab.sim.faults import FaultRates
 
 from scheduler_svc.core import CoreConfig, SchedulerCore, StaticConfig
-from scheduler_svc.sim.chaos import CHAOS, CHAOS_CONFIG, Chaos, ChaosResult, ChaosSetting, chaos_workers
-from scheduler_svc.sim.faults import FaultRates
 from tests.sim.engine_machine import EngineMachine
 
 NO_FAULTS = FaultRates()

@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 from octavo.protocol.steps import Priority
-
-from scheduler_svc.core import Accepted, CoreConfig, Effect, LogEvent, NewRequest, SchedulerCore
-from scheduler_svc.core.overload import OverloadConfig
-from scheduler_svc.sim import (
+from octavo_lab.sim import (
     Arrival,
     Cell,
     Monitor,
@@ -25,7 +22,10 @@ from scheduler_svc.sim import (
     poisson,
     request_of,
 )
-from scheduler_svc.sim.chaos import Chaos
+from octavo_lab.sim.chaos import Chaos
+
+from scheduler_svc.core import Accepted, CoreConfig, Effect, LogEvent, NewRequest, SchedulerCore
+from scheduler_svc.core.overload import OverloadConfig
 
 TIMES = StepTimes.builtin()
 CAPACITY_PER_S = 10.0

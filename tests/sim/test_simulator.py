@@ -13,10 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from octavo.protocol.steps import Admit, FinishReason, Plan, RefuseReason, StepStatus
 from octavo.sampling import SamplingParams
-
-from scheduler_svc.core import EmitTokens, FinishChoice, SchedulerCore, SendPlan, TokenDelta
-from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.sim import (
+from octavo_lab.sim import (
     Arrival,
     Cell,
     EventLoop,
@@ -38,6 +35,9 @@ from scheduler_svc.sim import (
     stream_of,
     token_at,
 )
+
+from scheduler_svc.core import EmitTokens, FinishChoice, SchedulerCore, SendPlan, TokenDelta
+from scheduler_svc.core.config import CoreConfig
 
 TIMES = StepTimes.builtin()
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from octavo_lab.sim import FaultInjector, FaultRates, Monitor, Poison, Timings, check_ended
+from octavo_lab.sim.cell import Cell
+from octavo_lab.sim.chaos import Traffic, chaos_workers
 
 from scheduler_svc.core import CoreConfig, SchedulerCore, StaticConfig
-from scheduler_svc.sim import FaultInjector, FaultRates, Monitor, Poison, Timings, check_ended
-from scheduler_svc.sim.cell import Cell
-from scheduler_svc.sim.chaos import Traffic, chaos_workers
 
 FAULTS = ("crash", "drop_stream", "hang", "slow", "refuse", "lose_report", "drift", "fail_step", "drain")
 

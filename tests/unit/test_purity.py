@@ -77,6 +77,6 @@ def test_pure_module_brings_no_io_library_along(name: str) -> None:
 
 def test_simulator_brings_no_io_library_along() -> None:
     """It reads traces from files, so it is not pure; but it needs no socket, no event loop and no extra."""
-    command = [sys.executable, "-I", "-c", _PROBE, *modules_of("scheduler_svc.sim")]
+    command = [sys.executable, "-I", "-c", _PROBE, *modules_of("octavo_lab.sim")]
     output = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60)
     assert not set(json.loads(output.stdout)) & IO

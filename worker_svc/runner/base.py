@@ -10,7 +10,7 @@ from typing import Protocol
 from octavo.protocol.steps import TokenLogprobs
 from octavo.sampling import SamplingParams
 
-from worker_svc.sequence import Sequence
+from worker_svc.engine.sequence import Sequence
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is (0 to 1)."""

@@ -7,7 +7,7 @@ from typing import Final
 
 import grpc
 
-from octavo._channel import channel_options, parse_endpoints
+from octavo._sdk.channel import channel_options, parse_endpoints
 from octavo.cli import output
 
 EXIT_UNAVAILABLE: Final = 3

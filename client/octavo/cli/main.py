@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Final, Protocol, cast
 
 # Before gRPC is loaded: what it has to say is told as an error, in one line.
@@ -38,10 +39,15 @@ COMMANDS: Final = {
     "unpin": ("octavo.cli.pins", "let a pinned prefix go"),
     "audit": ("octavo.cli.audit", "have workers verify their books, while they serve"),
     "health": ("octavo.cli.health", "say whether a service takes work"),
-    "bench": ("octavo.cli.bench", "measure a service, or parts of it"),
-    "tune": ("octavo.cli.tune", "find the settings that serve most within a latency target"),
-    "replay": ("octavo.cli.replay", "replay a plan log, and tell why a request waited"),
 }
+# Commands of rooms above this one: what an installation must hold for them, and what they do. Their modules
+# are entry points of the group, which other distributions may join with commands of their own.
+ADDED: Final = {
+    "bench": ("octavo[bench]", "measure a service, or parts of it"),
+    "tune": ("octavo[bench]", "find the settings that serve most within a latency target"),
+    "replay": ("octavo[scheduler]", "replay a plan log, and tell why a request waited"),
+}
+ENTRY_POINTS: Final = "octavo.commands"
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -57,7 +63,7 @@ EXIT_CODES: Final[tuple[tuple[type[OctavoError], int], ...]] = (
     (AccessDeniedError, 6),
     (OctavoError, EXIT_FAILED),
 )
-_LINES: Final = "\n".join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items())
+_LINES: Final = "\n".join(f"  {name:<10} {what}" for name, (_, what) in (COMMANDS | ADDED).items())
 EPILOG: Final = f"""\
 commands (octavo COMMAND --help tells more):
 {_LINES}
@@ -93,14 +99,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", help=argparse.SUPPRESS, prog="octavo")
-    chosen = next((word for word in given if word in COMMANDS), None)
+    known = COMMANDS | ADDED
+    chosen = next((word for word in given if word in known), None)
+    others = {} if chosen is not None else _others()
+    chosen = chosen or next((word for word in given if word in others), None)
     try:
-        for name, (module, what) in COMMANDS.items():
+        for name in (*known, *others):
+            _, what = known.get(name, ("", f"a command of {others.get(name)}"))
             command_parser = commands.add_parser(
                 name, description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False
             )
             if name == chosen:
-                command = cast("Command", import_module(module))
+                command = _load(name)
                 command.configure(command_parser, name)
         parsed = parser.parse_args(given)
         if parsed.version:
@@ -127,6 +137,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.fail(f"cannot write to stdout: {error.strerror}")
         return EXIT_USAGE
     return code
+
+
+def _others() -> dict[str, str]:
+    """Return the commands of other distributions than ours, and which distribution each is of."""
+    return {
+        point.name: point.dist.name if point.dist else point.value
+        for point in entry_points(group=ENTRY_POINTS)
+        if point.name not in ADDED
+    }
+
+
+def _load(name: str) -> Command:
+    """Return the module of a command; exits with advice when it is not installed."""
+    if name in COMMANDS:
+        return cast("Command", import_module(COMMANDS[name][0]))
+    point = next(iter(entry_points(group=ENTRY_POINTS, name=name)), None)
+    extra, _ = ADDED.get(name, ("", ""))
+    try:
+        if point is None:
+            raise ModuleNotFoundError(name="octavo-lab")
+        return cast("Command", point.load())
+    except ModuleNotFoundError as error:
+        output.fail(f"octavo {name} needs {error.name}" + (f": pip install '{extra}'" if extra else ""))
+        sys.exit(EXIT_FAILED)
 
 
 def _drop_output() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Final, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from octavo._channel import DEFAULT_ENDPOINT, parse_endpoints
+from octavo._sdk.channel import DEFAULT_ENDPOINT, parse_endpoints
 from octavo.errors import InvalidRequestError
 from octavo.service.settings import ServiceSettings
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from octavo._channel import check_api_key
+from octavo._sdk.channel import check_api_key
 from octavo.errors import InvalidRequestError
 from octavo.gateway.errors import CHALLENGE, Failure, GatewayError, invalid
 from octavo.gateway.schemas import (

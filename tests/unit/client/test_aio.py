@@ -234,7 +234,7 @@ async def test_stream_that_fails_yields_what_came_before_the_error(client: Async
 async def test_service_silent_past_deadline_and_grace_raises_and_cancels(
     client: AsyncClient, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo._session.GRACE_S", 0.05)
+    monkeypatch.setattr("octavo._sdk.session.GRACE_S", 0.05)
     # A request that is still waiting for its connection would end here without the service knowing.
     await client.generate("connect", max_tokens=1)
     await scheduler.hold(0)
@@ -249,7 +249,7 @@ async def test_service_silent_past_deadline_and_grace_raises_and_cancels(
 async def test_service_silent_past_the_time_to_the_first_token_raises_and_cancels(
     client: AsyncClient, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo._session.GRACE_S", 0.05)
+    monkeypatch.setattr("octavo._sdk.session.GRACE_S", 0.05)
     await client.generate("connect", max_tokens=1)
     await scheduler.hold(0)
 
@@ -329,7 +329,7 @@ async def test_batch_one_prompt_bad_returns_its_error_in_place(client: AsyncClie
 async def test_batch_prompts_waiting_for_credit_keep_the_whole_of_their_deadline(
     client: AsyncClient, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo._session.GRACE_S", 0.0)
+    monkeypatch.setattr("octavo._sdk.session.GRACE_S", 0.0)
     scheduler.credits_per_session = 1
     await scheduler.hold(0)
     task = asyncio.create_task(client.batch(["a", "b"], max_tokens=1, seed=1, deadline=600))

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from octavo import _wire
+from octavo._sdk import wire
 from octavo.batch_file import BatchFileError, OutcomeFile, read_requests, throughput_order
 from octavo.protocol.steps import FinishReason, TokenLogprobs
 from octavo.types import Choice, GenerateResult
@@ -149,7 +149,7 @@ def test_requests_of_the_openai_format_mean_what_they_mean_there(tmp_path: Path)
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "t"}]},
     ]
-    request = _wire.batch_request(first.item, {})
+    request = wire.batch_request(first.item, {})
     assert dict(request.sampling.logit_bias) == {7: -1.5}
     assert request.sampling.logprobs == 3
     assert json.loads(request.sampling.structured.json_schema) == schema

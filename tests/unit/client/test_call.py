@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from octavo._call import Call, _Output
+from octavo._sdk.call import Call, _Output
 from octavo.types import Delta
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb

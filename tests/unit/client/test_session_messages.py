@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from octavo._session import next_message
+from octavo._sdk.session import next_message
 from octavo.v1 import generation_pb2 as pb
 
 

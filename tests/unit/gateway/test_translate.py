@@ -8,7 +8,8 @@ import sys
 from typing import Any
 
 import pytest
-from octavo import _wire, errors
+from octavo import errors
+from octavo._sdk import wire
 from octavo.gateway import translate
 from octavo.gateway.errors import GatewayError, failure_of, failure_of_validation
 from octavo.gateway.schemas import ChatRequest, CompletionRequest
@@ -50,7 +51,7 @@ def test_sampling_parameters_arrive_as_they_were_meant() -> None:
     assert found["seed"] == 2**64 - 1
     assert found["stop"] == ["a"]
     assert found["logit_bias"] == {7: 2.5}
-    request = _wire.text_request("x", found)
+    request = wire.text_request("x", found)
     assert SamplingParams(seed=request.sampling.seed).violations() == []
 
 
@@ -98,7 +99,7 @@ def test_service_terms_come_by_header() -> None:
         "accept": "*/*",
     }
     found = translate.completion_options(completion(), headers)
-    terms = _wire.text_request("x", found).terms
+    terms = wire.text_request("x", found).terms
 
     assert (terms.priority, terms.ttft_deadline_ms, terms.deadline_ms) == (3, 1500, 2500)
     assert terms.HasField("queue_timeout_ms")
@@ -110,7 +111,7 @@ def test_service_terms_come_by_header() -> None:
 
 def test_a_request_without_a_key_says_so_and_lends_none() -> None:
     found = translate.completion_options(completion(), {"authorization": "Basic eA=="})
-    request = _wire.text_request("x", found)
+    request = wire.text_request("x", found)
 
     assert request.HasField("api_key")
     assert request.api_key == ""
@@ -138,7 +139,7 @@ def test_chat_parts_are_joined_and_tool_calls_kept() -> None:
         max_completion_tokens=9,
     )
     job = translate.chat_job(request, {})
-    proto = _wire.chat_request(job.messages, job.options)
+    proto = wire.chat_request(job.messages, job.options)
 
     assert proto.chat.messages[0].content == "a\nb"
     assert json.loads(proto.chat.messages[1].tool_calls_json) == [call]

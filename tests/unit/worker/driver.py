@@ -21,8 +21,8 @@ from octavo.protocol.steps import (
 from octavo.sampling import SamplingParams
 
 from tests.unit.worker.shadow_runner import EOS, ShadowRunner, reference
-from worker_svc.engine import Engine, EngineConfig
-from worker_svc.faults import Faults
+from worker_svc.engine.engine import Engine, EngineConfig
+from worker_svc.engine.faults import Faults
 
 ALL = 1 << 30
 

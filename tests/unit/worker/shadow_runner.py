@@ -13,9 +13,9 @@ from collections.abc import Sequence as Seq
 
 from octavo.sampling import SamplingParams
 
+from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import StepFailed
 from worker_svc.runner.base import BlockCopy, ModelInfo, Row, StepBatch, StepResult
-from worker_svc.sequence import Sequence
 
 VOCAB_SIZE = 50
 EOS = 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from worker_svc.models import ResolvedModel
 from worker_svc.runner.base import ModelInfo
 from worker_svc.runner.torch.checkpoint import Checkpoint
 from worker_svc.runner.torch.compute import Compute
 from worker_svc.runner.torch.kv_pool import kv_bytes_per_token
+from worker_svc.start.models import ResolvedModel
 
 
 def describe(model: ResolvedModel, checkpoint: Checkpoint, compute: Compute, max_model_len: int) -> ModelInfo:

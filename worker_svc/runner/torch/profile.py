@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from octavo.sampling import SamplingParams
 
+from worker_svc.engine.sequence import Sequence
 from worker_svc.runner.base import Row, StepBatch
 from worker_svc.runner.torch.attention import PagedAttention, PieceSize
 from worker_svc.runner.torch.kv_pool import KvPool
 from worker_svc.runner.torch.model import Model
 from worker_svc.runner.torch.packing import BlockTables, pack
-from worker_svc.sequence import Sequence
 
 _BLOCK_SIZE = 16
 

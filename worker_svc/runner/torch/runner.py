@@ -11,9 +11,7 @@ import torch
 from octavo.sampling import SamplingParams
 from torch import Tensor
 
-from worker_svc import host_memory
 from worker_svc.errors import DeviceLost, ModelLoadError, SettingsError, StepFailed, StepOutOfMemory
-from worker_svc.models import ModelFormat, ResolvedModel
 from worker_svc.runner.base import BlockCopy, CopyTicket, ModelInfo, Progress, StepBatch, StepResult
 from worker_svc.runner.torch.attention import CPU_PIECES, CUDA_PIECES, PagedAttention
 from worker_svc.runner.torch.checkpoint import Checkpoint
@@ -26,6 +24,8 @@ from worker_svc.runner.torch.model import Model
 from worker_svc.runner.torch.packing import BlockTables, Packed, pack, pack_padded
 from worker_svc.runner.torch.profile import gpu_bytes_beside_kv
 from worker_svc.runner.torch.sampling import Sampler
+from worker_svc.start import host_memory
+from worker_svc.start.models import ModelFormat, ResolvedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ import torch
 from octavo.protocol.steps import TokenLogprobs
 from torch import Tensor
 
+from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import StepFailed
 from worker_svc.runner.torch.noise import gumbel
 from worker_svc.runner.torch.sampling_state import SamplingState
-from worker_svc.sequence import Sequence
 
 _NUCLEUS_GUESS: Final = 256
 """So many best tokens almost always cover top_p; a row that needs more is sorted whole."""

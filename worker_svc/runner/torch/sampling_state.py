@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from octavo.sampling import SamplingParams
 
+from worker_svc.engine.sequence import Sequence
 from worker_svc.runner.torch.noise import row_key, stream_key
-from worker_svc.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]

@@ -11,12 +11,12 @@ import structlog
 from octavo.protocol.steps import TokenLogprobs
 from octavo.sampling import SamplingParams
 
+from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import SettingsError, StepError, StepFailed, StepOutOfMemory
 from worker_svc.runner.base import BlockCopy, CopyTicket, ModelInfo, Progress, Row, StepBatch, StepResult
 from worker_svc.runner.vllm import installed
 from worker_svc.runner.vllm.sampling import draw_seed, sampling_kwargs, temperature_of, unsupported
 from worker_svc.runner.vllm.settings import VllmSettings, engine_args
-from worker_svc.sequence import Sequence
 
 if TYPE_CHECKING:
     from worker_svc.runner.vllm.internals import StartedRow, StepInput

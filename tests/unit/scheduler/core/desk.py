@@ -10,6 +10,7 @@ from typing import Any
 from octavo.protocol.keys import chain
 from octavo.protocol.steps import KEY_BYTES, Plan, Priority, Report
 from octavo.sampling import SamplingParams
+from octavo_lab.sim import Monitor, SimWorker, SimWorkerConfig, StepTimes, check_core, check_nothing_sleeps
 
 from scheduler_svc.core import (
     CoreConfig,
@@ -26,7 +27,6 @@ from scheduler_svc.core import (
 )
 from scheduler_svc.core.request import Sequence
 from scheduler_svc.core.worker import WorkerState
-from scheduler_svc.sim import Monitor, SimWorker, SimWorkerConfig, StepTimes, check_core, check_nothing_sleeps
 
 BLOCK = 16
 ROOT = bytes(KEY_BYTES)

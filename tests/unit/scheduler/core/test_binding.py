@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from octavo.protocol.steps import Plan, Report, StallReason
+from octavo_lab.sim import SimWorker
 
-from scheduler_svc.sim import SimWorker
 from tests.unit.scheduler.core.desk import Desk, worker
 
 

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 from octavo.protocol.steps import FinishReason
+from octavo_lab.sim import stream_of, token_at
 
 from scheduler_svc.core import Accepted, Reason
 from scheduler_svc.core.errors import IllegalTransitionError
 from scheduler_svc.core.request import TRANSITIONS, Status
-from scheduler_svc.sim import stream_of, token_at
 from tests.unit.scheduler.core.desk import HIGH, Desk, worker
 
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from octavo.protocol.steps import FinishReason
+from octavo_lab.sim import SimWorker, StepTimes
 
 from scheduler_svc.core import CoreConfig
 from scheduler_svc.core.fleet import LoadIndex
 from scheduler_svc.core.placement import PrefixIndex
 from scheduler_svc.core.steptime import StepTimeModel
 from scheduler_svc.core.timers import RESOLUTION_S, TimerWheel
-from scheduler_svc.sim import SimWorker, StepTimes
 from tests.unit.scheduler.core.desk import Desk, worker
 
 # Timers ------------------------------------------------------------------------------------------

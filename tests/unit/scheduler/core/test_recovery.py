@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from octavo.protocol.steps import FinishReason, StepError, StepStatus
+from octavo_lab.sim import SimWorker
 
 from scheduler_svc.core import Reason
 from scheduler_svc.core.request import Status
 from scheduler_svc.planlog import checkpoint
-from scheduler_svc.sim import SimWorker
 from tests.unit.scheduler.core.desk import Desk, worker
 
 

@@ -25,6 +25,8 @@ from octavo.cli.main import main
 from octavo.protocol.steps import KEY_BYTES, Geometry, PoolReport, Priority
 from octavo.sampling import SamplingParams
 from octavo.v1 import planlog_pb2
+from octavo_lab.sim import Cell, SimWorkerConfig, StepTimes
+from octavo_lab.sim.chaos import CHAOS_CONFIG, Chaos
 
 from scheduler_svc.core import (
     CoreConfig,
@@ -55,8 +57,6 @@ from scheduler_svc.planlog.convert import (
     worker_to_proto,
 )
 from scheduler_svc.planlog.writer import FRAME, MAGIC
-from scheduler_svc.sim import Cell, SimWorkerConfig, StepTimes
-from scheduler_svc.sim.chaos import CHAOS_CONFIG, Chaos
 
 OVERLOADED = CoreConfig(step_watchdog_s=2.0, max_waiting_requests=40, overload=OverloadConfig())
 NOT_LOGGED = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from octavo.scorecard.kv_workload import NUM_CHAINS, MemoryWorkload
+from octavo_lab.scorecard.kv_workload import NUM_CHAINS, MemoryWorkload
 
 PICK = st.integers(0, 63)
 TOKENS = st.integers(1, 16) | st.just(16)

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 
 from octavo.sampling import SamplingParams
 
+from worker_svc.engine.sequence import Sequence
 from worker_svc.runner.base import ModelRunner, Row, StepBatch, StepResult
-from worker_svc.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0.0)
 

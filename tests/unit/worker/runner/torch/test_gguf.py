@@ -17,10 +17,10 @@ from tests.unit.worker.runner.torch.driver import Driver
 from tests.unit.worker.runner.torch.families import FAMILIES, save_model
 from tests.unit.worker.runner.torch.gguf_models import tokenizer_metadata, write_gguf
 from worker_svc.errors import ModelLoadError
-from worker_svc.models import resolve
 from worker_svc.runner.torch import TorchOptions, TorchRunner, load
 from worker_svc.runner.torch.gguf_file import open_gguf
 from worker_svc.runner.torch.tokenizer_gguf import text_side_of
+from worker_svc.start.models import resolve
 
 WIDE = LlamaConfig(
     vocab_size=300,

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from tests.unit.worker.runner.torch.conftest import ignore_progress, load_folder
 from tests.unit.worker.runner.torch.families import FAMILIES, save_model
 from worker_svc.errors import ModelLoadError, SettingsError
-from worker_svc.models import resolve
 from worker_svc.runner.torch import runner as runner_module
 from worker_svc.runner.torch.compute import Compute
 from worker_svc.runner.torch.describe import describe
 from worker_svc.runner.torch.hf_folder import open_hf_folder
+from worker_svc.start.models import resolve
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

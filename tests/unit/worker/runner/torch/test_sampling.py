@@ -11,9 +11,9 @@ import pytest
 import torch
 from octavo.sampling import SamplingParams
 
+from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import StepFailed
 from worker_svc.runner.torch.sampling import Sampler
-from worker_svc.sequence import Sequence
 
 VOCAB = 60
 EOS = 7

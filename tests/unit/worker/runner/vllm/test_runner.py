@@ -15,9 +15,9 @@ from tests.unit.worker.runner.torch.driver import GREEDY, Driver
 from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
 from worker_svc.config import WorkerSettings
 from worker_svc.errors import DeviceLost, ModelLoadError, SettingsError, StepFailed, StepOutOfMemory
-from worker_svc.load import load_runner
 from worker_svc.runner.base import BlockCopy, ModelRunner, StepBatch
 from worker_svc.runner.vllm.runner import VllmRunner
+from worker_svc.start.load import load_runner
 
 pytestmark = [
     pytest.mark.vllm,

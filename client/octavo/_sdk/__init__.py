@@ -1,0 +1,1 @@
+"""What the clients are made of: sessions over channels, calls, their wire format."""

@@ -1,0 +1,293 @@
+"""Connections to schedulers: endpoints are tried in order, errors become Octavo's own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeVar, cast
+
+# gRPC's own fork handlers crash a child forked while an event loop uses it (seen in one fork of eight).
+# Without them a child may do anything but use the client, and that is refused by the client itself.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+import grpc
+import grpc.aio
+
+from octavo._sdk.wire import MAX_MESSAGE_BYTES, error_info
+from octavo.errors import ErrorInfo, InvalidRequestError, OctavoError, UnavailableError, error_of
+from octavo.v1 import common_pb2
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import generation_pb2_grpc as pb_grpc
+from octavo.v1 import operations_pb2_grpc as ops_grpc
+
+DEFAULT_ENDPOINT: Final = "127.0.0.1:50051"
+_SCHEMES: Final = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
+_LOOPBACK: Final = ("127.", "localhost", "[::1]", "unix")
+_OPTIONS: Final = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Find a half-open connection while requests run on it.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # Each dial makes a connection of its own, and may try at once.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+# The scheduler puts its `octavo.v1.Error` there, beside the google.rpc.Status that others read.
+_ERROR_KEY: Final = "octavo-error-bin"
+_UNREACHABLE: Final = "UNREACHABLE"
+# Reasons of a call that reached no scheduler, or one that is gone: gRPC's own, and ours.
+_GONE: Final = ("UNAVAILABLE", _UNREACHABLE)
+_DIAL_TIMEOUT_S: Final = 5.0
+# Part of gRPC's account of a failed connection -> what a person wants to know.
+_PLAIN_WORDS: Final = {
+    "connection refused": "connection refused",
+    "network is unreachable": "network is unreachable",
+    "no route to host": "no route to host",
+    "dns resolution": "no such host",
+    "name resolution": "no such host",
+}
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """An open channel, and the endpoint that it leads to."""
+
+    endpoint: str
+    channel: grpc.aio.Channel
+    metadata: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Goes with every call: the API key."""
+
+    @property
+    def generation(self) -> pb_grpc.GenerationAsyncStub:
+        """The stub of `octavo.v1.Generation`."""
+        return cast("pb_grpc.GenerationAsyncStub", pb_grpc.GenerationStub(self.channel))
+
+    @property
+    def operations(self) -> ops_grpc.OperationsAsyncStub:
+        """The stub of `octavo.v1.Operations`."""
+        return cast("ops_grpc.OperationsAsyncStub", ops_grpc.OperationsStub(self.channel))
+
+    def metadata_of(self, api_key: str | None) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of a call for somebody with a key of their own; an empty key is none.
+
+        Raises:
+            InvalidRequestError: it cannot be sent.
+        """
+        if api_key is not None:
+            check_api_key(api_key)
+        return self.metadata if api_key is None else (("authorization", f"Bearer {api_key}"),)
+
+    async def close(self) -> None:
+        """Close the channel and end what runs on it."""
+        await self.channel.close(None)
+
+
+def parse_endpoints(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the endpoints of a string (separated by commas), a list, or the environment.
+
+    Raises:
+        InvalidRequestError: one of them is not `host:port`.
+    """
+    if given is None:
+        given = os.environ.get("OCTAVO_ENDPOINT") or DEFAULT_ENDPOINT
+    parts = given.split(",") if isinstance(given, str) else list(given)
+    endpoints = tuple(_endpoint(part.strip()) for part in parts if part.strip())
+    if not endpoints:
+        raise InvalidRequestError.of_fields(("endpoint", "must name at least one host:port"))
+    return endpoints
+
+
+def _endpoint(text: str) -> str:
+    if text.startswith(_SCHEMES):
+        return text
+    host, colon, port = text.rpartition(":")
+    if not colon or (text.startswith("[") and text.endswith("]")):
+        host, port = text, DEFAULT_ENDPOINT.rpartition(":")[2]
+    if "://" in text or "/" in text or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InvalidRequestError.of_fields(("endpoint", f"must be host:port, got {text!r}"))
+    return f"{host}:{port}"
+
+
+def parse_api_key(given: str | None) -> str | None:
+    """Return the key to call with: what was given, or what is in the environment, if there is one.
+
+    Raises:
+        InvalidRequestError: it cannot be sent; it is not repeated.
+    """
+    key = os.environ.get("OCTAVO_API_KEY") if given is None else given
+    key = key.strip() if key is not None else ""
+    check_api_key(key)
+    return key or None
+
+
+def check_api_key(key: str) -> None:
+    """Raise InvalidRequestError for a key that gRPC cannot carry."""
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise InvalidRequestError.of_fields(("api_key", "must be one word of printable ASCII characters"))
+
+
+class Endpoints:
+    """Schedulers in order of preference; one that failed goes to the end of the line."""
+
+    def __init__(self, endpoints: Sequence[str], api_key: str | None = None) -> None:
+        self._order = list(endpoints)
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
+        self._unary: Connection | None = None
+        self._users: Counter[Connection] = Counter()
+        """Calls in flight on each connection for unary calls."""
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def demote(self, endpoint: str) -> None:
+        """Prefer the others from now on."""
+        self._order.remove(endpoint)
+        self._order.append(endpoint)
+
+    async def dial(self) -> Connection:
+        """Connect to the first endpoint that can be reached; each is tried once.
+
+        Raises:
+            UnavailableError: none can; says why for each.
+        """
+        failures = []
+        for endpoint in list(self._order):
+            try:
+                return await _dial(endpoint, self._metadata)
+            except UnavailableError as error:
+                failures.append(error.message)
+                self.demote(endpoint)
+        raise UnavailableError("; ".join(failures), ErrorInfo(_UNREACHABLE, "", 14))
+
+    async def unary(self, call: Callable[[Connection], Awaitable[_T]], timeout_s: float) -> _T:
+        """Make a call that may safely be made again; moves on from endpoints that are gone.
+
+        Raises:
+            OctavoError: the call failed, or nothing was reached within `timeout_s`.
+        """
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + timeout_s
+        delay = 0.05
+        while True:
+            try:
+                return await self._use(self._unary or await self._keep(await self.dial()), call)
+            except UnavailableError as error:
+                if error.reason not in _GONE or loop.time() + delay >= give_up_at:
+                    raise
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, 1.0)
+
+    async def once(self, endpoint: str | None, call: Callable[[Connection], Awaitable[_T]]) -> _T:
+        """Make a call that must reach the scheduler that is meant, and none in its place: one attempt.
+
+        Raises:
+            InvalidRequestError: of several endpoints none was named, or it is not one of ours.
+            OctavoError: the call failed, or the endpoint could not be reached.
+        """
+        if endpoint is not None:
+            (endpoint,) = parse_endpoints([endpoint])
+        meant = self._order if endpoint is None else [one for one in self._order if one == endpoint]
+        if len(meant) != 1:
+            problem = f"must name one of those of this client: {', '.join(sorted(self._order))}"
+            raise InvalidRequestError.of_fields(("endpoint", problem))
+        connection = await _dial(meant[0], self._metadata)
+        try:
+            return await call(connection)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error) from None
+        finally:
+            await connection.close()
+
+    async def _keep(self, connection: Connection) -> Connection:
+        """Return the connection that calls share: this one, unless another call was faster to connect."""
+        if self._unary is None:
+            self._unary = connection
+        else:
+            await connection.close()
+        return self._unary
+
+    async def _use(self, connection: Connection, call: Callable[[Connection], Awaitable[_T]]) -> _T:
+        """Make a call. The last to leave a connection that is not kept any more closes it."""
+        self._users[connection] += 1
+        try:
+            return await call(connection)
+        except grpc.aio.AioRpcError as rpc_error:
+            error = from_rpc(rpc_error)
+            if self._unary is connection and isinstance(error, UnavailableError) and error.reason in _GONE:
+                self._unary = None
+                self.demote(connection.endpoint)
+            raise error from None
+        finally:
+            self._users[connection] -= 1
+            if not self._users[connection]:
+                del self._users[connection]
+                if self._unary is not connection:
+                    await connection.close()
+
+    async def close(self) -> None:
+        """Close the connection that `unary` keeps."""
+        if self._unary is not None:
+            connection, self._unary = self._unary, None
+            await connection.close()
+
+
+def channel_options(endpoint: str) -> list[tuple[str, int]]:
+    """Return the options of a channel: on this machine it goes through no proxy."""
+    options = list(_OPTIONS)
+    if endpoint.removeprefix("dns:///").startswith(_LOOPBACK):
+        options.append(("grpc.enable_http_proxy", 0))
+    return options
+
+
+async def _dial(endpoint: str, metadata: tuple[tuple[str, str], ...]) -> Connection:
+    channel = grpc.aio.insecure_channel(endpoint, options=channel_options(endpoint))
+    connection = Connection(endpoint, channel, metadata)
+    ready = False
+    try:
+        async with asyncio.timeout(_DIAL_TIMEOUT_S):
+            state = channel.get_state(try_to_connect=True)
+            while state is not grpc.ChannelConnectivity.READY:
+                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                    raise UnavailableError(f"cannot reach {endpoint}: {await _why(connection)}")
+                await channel.wait_for_state_change(state)
+                state = channel.get_state(try_to_connect=True)
+        ready = True
+    except TimeoutError:
+        raise UnavailableError(f"cannot reach {endpoint}: no answer within {_DIAL_TIMEOUT_S:g} s") from None
+    finally:
+        if not ready:
+            await connection.close()
+    return connection
+
+
+async def _why(connection: Connection) -> str:
+    """Return why a channel in TRANSIENT_FAILURE failed: only a call on it can tell."""
+    try:
+        await connection.generation.ListModels(pb.ListModelsRequest(), timeout=1.0)
+    except grpc.aio.AioRpcError as error:
+        details = error.details() or "unknown"
+        for known, plain in _PLAIN_WORDS.items():
+            if known in details.lower():
+                return plain
+        return details
+    return "the connection was lost"
+
+
+def from_rpc(error: grpc.aio.AioRpcError) -> OctavoError:
+    """Return what a failed call says, in Octavo's terms."""
+    details = error.details() or ""
+    code: int = error.code().value[0]
+    fallback = ErrorInfo(error.code().name, details or error.code().name.lower().replace("_", " "), code)
+    # Pairs at run time, whatever the stubs say.
+    trailer = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    value = dict(trailer).get(_ERROR_KEY)
+    if isinstance(value, bytes):
+        return error_of(error_info(common_pb2.Error.FromString(value)))
+    return error_of(fallback)

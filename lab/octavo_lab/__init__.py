@@ -1,0 +1,1 @@
+"""Octavo's laboratory: benchmarks, experiments, the simulator, the tuner, the scorecard."""

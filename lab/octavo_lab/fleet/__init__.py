@@ -1,0 +1,176 @@
+"""`octavo bench fleet`: one late-binding queue against routers that bind early, in simulation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from octavo.cli import output
+
+from octavo_lab.command import BenchError, claim_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo_lab.fleet.experiments import Outcome, Run
+    from octavo_lab.fleet.workload import FleetConfig
+
+CONDITIONS: Final = {
+    "healthy": "all workers well",
+    "degraded": "one worker three times slower, another drains at half time",
+    "prefix": "requests that share prefixes",
+}
+
+# Names of `FaultRates` as flags have them. Draining is not among them: routers do not send to who drains.
+FAULTS: Final = {
+    "crash": "crash",
+    "hang": "hang",
+    "slow": "slow",
+    "refuse": "refuse",
+    "lost-report": "lose_report",
+    "drift": "drift",
+    "stream-drop": "drop_stream",
+    "step-error": "fail_step",
+}
+FAULT_CHANCE: Final = 1e-4
+MAX_CHANCE: Final = 0.01
+MIN_DEGRADED_WORKERS: Final = 2
+"""One is slow and another leaves."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    described = ", ".join(f"{name} ({what})" for name, what in CONDITIONS.items())
+    parser.add_argument(
+        "conditions", nargs="*", metavar="CONDITION", help=f"what to simulate: {described} (default: all)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=3000, metavar="N", help="requests in a row per run (default 3000)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="drawings of the traffic (default 3)"
+    )
+    parser.add_argument(
+        "--load", type=float, default=0.9, metavar="X", help="share of the fleet's capacity (default 0.9)"
+    )
+    parser.add_argument(
+        "--trace",
+        choices=("azure-conv", "azure-code", "poisson"),
+        default="azure-conv",
+        help="what comes where prefixes do not matter; poisson: at random times, with lognormal lengths "
+        "(default azure-conv)",
+    )
+    for flag, default, what in (
+        ("--prompt-tokens", 1000.0, "mean tokens of a prompt of poisson"),
+        ("--output-tokens", 200.0, "mean tokens of an answer"),
+        ("--cv", 1.0, "coefficient of variation of both"),
+    ):
+        parser.add_argument(
+            flag, type=float, default=default, metavar="X", help=f"{what} (default {default:g})"
+        )
+    parser.add_argument("--workers", type=int, default=8, metavar="N", help="size of the fleet (default 8)")
+    parser.add_argument(
+        "--steps", type=Path, metavar="FILE", help="step times of the workers (format: docs/simulator.md)"
+    )
+    parser.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="KIND[=CHANCE]",
+        help=f"let workers fail, with this chance per step (default {FAULT_CHANCE:g}); may be repeated: "
+        f"{', '.join(FAULTS)}",
+    )
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the public traces")
+    parser.add_argument(
+        "--plan-log", type=Path, metavar="FILE", help="requests of a plan log in place of the trace"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write record, tables and figures there")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time (default: cores)"
+    )
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Simulate; return the tables.
+
+    Raises:
+        BenchError: there is no such condition, trace or plan log, or the folder cannot be written.
+    """
+    # Not earlier: they need the extra `bench`, and the help does not.
+    from octavo_lab.datasets.lengths import Drawn  # noqa: PLC0415
+    from octavo_lab.fleet.experiments import Traffic, plan_runs  # noqa: PLC0415
+    from octavo_lab.fleet.report import as_record, as_text, write  # noqa: PLC0415
+    from scheduler_svc.planlog import PlanLogError  # noqa: PLC0415
+
+    conditions = arguments.conditions or list(CONDITIONS)
+    unknown = sorted(set(conditions) - set(CONDITIONS))
+    if unknown:
+        raise BenchError(f"no condition {unknown[0]!r}: there are {', '.join(CONDITIONS)}")
+    if min(arguments.requests, arguments.seeds, arguments.jobs) < 1 or arguments.load <= 0:
+        raise BenchError("requests, seeds, load and jobs must be positive")
+    if arguments.workers < (MIN_DEGRADED_WORKERS if "degraded" in conditions else 1):
+        raise BenchError(f"there must be workers, and with degraded {MIN_DEGRADED_WORKERS} of them")
+    traffic = Traffic(
+        requests=arguments.requests,
+        load=arguments.load,
+        traces=arguments.traces,
+        trace=arguments.trace,
+        lengths=Drawn(arguments.prompt_tokens, arguments.output_tokens, arguments.cv),
+        plan_log=arguments.plan_log,
+    )
+    runs = plan_runs(conditions, traffic, arguments.seeds, _fleet(arguments))
+    if arguments.out is not None:
+        claim_folder(arguments.out)
+    try:
+        outcomes = _simulate(runs, arguments.jobs)
+    except (PlanLogError, OSError) as error:
+        raise BenchError(str(error)) from error
+    told = json.dumps(as_record(outcomes, runs), indent=2) if arguments.json else as_text(outcomes)
+    if arguments.out is not None:
+        try:
+            for path in write(outcomes, runs, arguments.out):
+                output.note(f"wrote {path}")
+        except OSError as error:
+            raise BenchError(str(error), partial=told) from error
+    return told
+
+
+def _fleet(arguments: argparse.Namespace) -> FleetConfig:
+    """Return the fleet that the flags describe."""
+    from octavo_lab.fleet.workload import FleetConfig  # noqa: PLC0415 # see `run`
+    from octavo_lab.sim import FaultRates, StepTimes, StepTimesError  # noqa: PLC0415 # see `run`
+
+    try:
+        times = StepTimes.builtin() if arguments.steps is None else StepTimes.load(arguments.steps)
+    except StepTimesError as error:
+        raise BenchError(str(error)) from None
+    faults = FaultRates(**dict(map(_fault, arguments.fault)))
+    return FleetConfig(num_workers=arguments.workers, step_times=times, faults=faults)
+
+
+def _fault(text: str) -> tuple[str, float]:
+    kind, _, chance = text.partition("=")
+    if kind not in FAULTS:
+        raise BenchError(f"no fault {kind!r}: there are {', '.join(FAULTS)}")
+    try:
+        value = float(chance) if chance else FAULT_CHANCE
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= MAX_CHANCE:
+        raise BenchError(f"{text}: the chance per step must be above 0 and at most {MAX_CHANCE:g}")
+    return FAULTS[kind], value
+
+
+def _simulate(runs: Sequence[Run], processes: int) -> list[Outcome]:
+    from octavo_lab.fleet.experiments import execute_all  # noqa: PLC0415 # see `run`
+
+    outcomes: list[Outcome] = []
+    with output.ProgressLine() as progress:
+        for outcome in execute_all(runs, processes):
+            outcomes.append(outcome)
+            progress(f"{outcome.condition}: {outcome.arm}", len(outcomes) / len(runs))
+    return outcomes

@@ -1,0 +1,229 @@
+"""What is compared, on which traffic, and what came of each run."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from scipy import stats
+
+from octavo_lab.datasets.lengths import Drawn
+from octavo_lab.fleet import workload
+from octavo_lab.fleet.arms import ARMS, LATE, NO_TROUBLE, Trouble, simulate
+from octavo_lab.fleet.workload import FleetConfig, Job
+from octavo_lab.sim import Result
+from scheduler_svc.core import CoreConfig
+
+NUM_QUANTILES: Final = 401
+MOONCAKE_SCALE: Final = 8
+HEALTHY: Final = "healthy"
+DEGRADED: Final = "degraded"
+PREFIX: Final = "prefix"
+POISSON: Final = "poisson"
+STANDARD_FLEET: Final = FleetConfig()
+ARMS_OF: Final[dict[str, tuple[str, ...]]] = {
+    HEALTHY: ARMS,
+    DEGRADED: (LATE, "round robin", "least requests", "least tokens"),
+    PREFIX: (LATE, "round robin", "least tokens"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """How much of which trace, and how dense."""
+
+    requests: int = 3000
+    load: float = 0.9
+    """Share of the capacity of the fleet when nothing ails it and nothing is cached."""
+    traces: Path | None = None
+    """Folder of the public traces; None: where `find_trace` looks."""
+    trace: str = "azure-conv"
+    """A key of `workload.AZURE_FILES`, or POISSON; where prefixes do not matter."""
+    lengths: Drawn = Drawn(1000, 200, 1.0)
+    """Of the requests of POISSON."""
+    plan_log: Path | None = None
+    """Replaces the trace by the requests of a plan log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One arm, on one drawing of the traffic, in one condition."""
+
+    condition: str
+    arm: str
+    seed: int
+    traffic: Traffic
+    fleet: FleetConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the clients of one run saw. Times are seconds."""
+
+    condition: str
+    arm: str
+    seed: int
+    requests: int
+    failed: int
+    span_s: float
+    """From the first request to the last."""
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    ttft_mean_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+    hit_rate: float
+    """Share of prompt tokens that came from a cache."""
+    bound_hit_rate: float
+    """The same of a single cache without bounds."""
+    ttft_quantiles_s: tuple[float, ...] = field(repr=False)
+    """At equal steps from the least to the greatest."""
+
+
+def fleet_for(condition: str, fleet: FleetConfig = STANDARD_FLEET) -> FleetConfig:
+    """Return the fleet of a condition, made from one that no condition has changed.
+
+    Where prefixes matter all lengths of the trace are an eighth of what they were, to suit a small model;
+    the longest still need a longer context than the demo model has.
+    """
+    if condition == PREFIX:
+        return replace(fleet, prefix_caching=True, max_model_len=16384)
+    return fleet
+
+
+def core_config(fleet: FleetConfig) -> CoreConfig:
+    """Return the settings of every core, late or early: as they come, but nobody is refused."""
+    return CoreConfig(max_waiting_requests=10**9, prefix_caching=fleet.prefix_caching)
+
+
+def jobs_of(run: Run) -> tuple[list[Job], float]:
+    """Return the jobs of a run, and the hit rate that a cache without bounds would have on them."""
+    traffic, fleet = run.traffic, run.fleet
+    if run.condition == PREFIX:
+        trace = workload.mooncake(fleet, MOONCAKE_SCALE, traffic.traces)
+        part = workload.at_load(workload.window(trace, traffic.requests, run.seed), fleet, traffic.load)
+        bound = workload.unbounded_hit_rate(part, MOONCAKE_SCALE)
+        return workload.jobs(part, fleet, MOONCAKE_SCALE), bound
+    if traffic.plan_log is not None:
+        return workload.jobs_of_plan_log(traffic.plan_log, fleet, traffic.load), 0.0
+    if traffic.trace == POISSON:
+        drawn = traffic.lengths.draw(traffic.requests, fleet.max_model_len, run.seed)
+        part = workload.at_random_times(drawn, run.seed)
+    else:
+        trace = workload.azure(traffic.trace, fleet, traffic.traces)
+        part = workload.window(trace, traffic.requests, run.seed)
+    return workload.jobs(workload.at_load(part, fleet, traffic.load), fleet), 0.0
+
+
+def trouble_of(condition: str, half_time_s: float) -> Trouble:
+    """Return what goes wrong: one worker is slow all the time, another leaves for good at half time."""
+    if condition == DEGRADED:
+        return Trouble(slow_workers=(0,), slow_factor=3.0, draining_worker=1, drains_at_s=half_time_s)
+    return NO_TROUBLE
+
+
+def execute(run: Run) -> Outcome:
+    """Simulate one run.
+
+    Raises:
+        TraceNotFoundError: the trace is not there.
+    """
+    jobs, bound = jobs_of(run)
+    first, last = jobs[0][0], jobs[-1][0]
+    span_s = last - first
+    trouble = trouble_of(run.condition, (first + last) / 2)
+    results = simulate(run.arm, jobs, run.fleet, core_config(run.fleet), seed=run.seed, trouble=trouble)
+    return _outcome(run, results, span_s, bound)
+
+
+def _outcome(run: Run, results: Sequence[Result], span_s: float, bound: float) -> Outcome:
+    ttfts = np.array([result.ttft_s for result in results if result.ttft_s is not None])
+    tpots = np.array([result.tpot_s for result in results if result.tpot_s is not None])
+    p50, p90, p99 = (float(value) for value in np.percentile(ttfts, (50, 90, 99)))
+    cached = sum(result.cached_tokens for result in results)
+    return Outcome(
+        condition=run.condition,
+        arm=run.arm,
+        seed=run.seed,
+        requests=len(results),
+        failed=sum(not result.completed for result in results),
+        span_s=span_s,
+        ttft_p50_s=p50,
+        ttft_p90_s=p90,
+        ttft_p99_s=p99,
+        ttft_mean_s=float(ttfts.mean()),
+        tpot_p50_s=float(np.percentile(tpots, 50)),
+        tpot_p99_s=float(np.percentile(tpots, 99)),
+        hit_rate=cached / sum(result.prompt_tokens for result in results),
+        bound_hit_rate=bound,
+        ttft_quantiles_s=tuple(np.quantile(ttfts, np.linspace(0, 1, NUM_QUANTILES)).tolist()),
+    )
+
+
+def plan_runs(
+    conditions: Sequence[str], traffic: Traffic, num_seeds: int, fleet: FleetConfig = STANDARD_FLEET
+) -> list[Run]:
+    """Return the runs of an experiment, the seeds of an arm apart, so that a few tell something early."""
+    return [
+        Run(condition=condition, arm=arm, seed=seed, traffic=traffic, fleet=fleet_for(condition, fleet))
+        for seed in range(1, 1 + num_seeds)
+        for condition in conditions
+        for arm in ARMS_OF[condition]
+    ]
+
+
+def execute_all(runs: Sequence[Run], processes: int) -> Iterator[Outcome]:
+    """Yield outcomes as they come, from so many processes; 1 is this one."""
+    if processes == 1:
+        yield from map(execute, runs)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        for future in as_completed([pool.submit(execute, run) for run in runs]):
+            yield future.result()
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over seeds, and half of its 95% confidence interval; None with fewer than two seeds."""
+
+    mean: float
+    half_width: float | None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g}" if self.half_width is None else f"{self.mean:.3g} ± {self.half_width:.2g}"
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean and its confidence, by Student's t."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return Estimate(mean, None)
+    error = float(stats.sem(values))
+    return Estimate(mean, error * float(stats.t.ppf(0.975, len(values) - 1)))
+
+
+def over_seeds(
+    outcomes: Sequence[Outcome], condition: str, arm: str, value: Callable[[Outcome], float]
+) -> Estimate:
+    """Estimate something of an arm."""
+    return estimate([value(o) for o in outcomes if (o.condition, o.arm) == (condition, arm)])
+
+
+def ratio(
+    outcomes: Sequence[Outcome],
+    condition: str,
+    arms: tuple[str, str],
+    value: Callable[[Outcome], float],
+) -> Estimate:
+    """Estimate the ratio of the first arm to the second, seed by seed: both had the same requests."""
+    by_seed = [
+        {o.seed: value(o) for o in outcomes if (o.condition, o.arm) == (condition, arm)} for arm in arms
+    ]
+    return estimate([by_seed[0][seed] / by_seed[1][seed] for seed in by_seed[0] if seed in by_seed[1]])

@@ -1,0 +1,147 @@
+"""The subject against the control, and what the difference is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT
+from octavo_lab.ladder.figures import Figures, Latency, Quantile
+from octavo_lab.load.statistics import Interval, ratio_interval
+
+ARTICLES: Final = {
+    "throughput_ratio": 2.13,
+    "p50_ratio": 0.32,
+    "p99_ratio": 0.24,
+    "kv_use_static": 0.46,
+    "kv_use_paged": 0.93,
+}
+"""The source articles' figures: Llama-2-13B on two A10 GPUs, ShareGPT; 856 against 1824 tokens per second,
+P50 1200 against 380 ms, P99 8900 against 2100 ms."""
+
+AllFigures = Mapping[tuple[str, str], Figures]
+"""By arm and rung."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Ratios of the subject to the control. None: not measured, or too few requests."""
+
+    subject: str
+    control: str
+    control_rung: str | None
+    saturated_rung: str | None
+    throughput_ratio: Interval | None
+    """Tokens per second at the highest rung, where both are saturated: the geometric mean over repeats."""
+    p50_ratio: Interval | None
+    """End to end, at the control's capacity. The bounds are the farthest apart that either side has."""
+    p99_ratio: Interval | None
+    kv_use_paged: float | None
+    """Written slots over all slots, over the time in which requests waited, when saturated."""
+    kv_use_static: float | None
+    throughput_of_best_static: Interval | None
+    """The subject to the best static arm, which wastes nothing."""
+    best_static_over_control: Interval | None
+    best_static: str | None
+
+
+def compare(figures: AllFigures, rungs: Mapping[str, float], control_rung: str | None) -> Comparison:
+    """Return the subject against the control."""
+    top = max(rungs, key=lambda name: rungs[name], default=None)
+    of_control = figures.get((CONTROL, control_rung or ""))
+    of_subject = figures.get((SUBJECT, control_rung or ""))
+    saturated = figures.get((SUBJECT, top or "")), figures.get((CONTROL, top or ""))
+    best_static = max(
+        (one for (arm, rung), one in figures.items() if rung == top and ARMS[arm].static),
+        key=lambda one: one.tokens_per_s.value,
+        default=None,
+    )
+    return Comparison(
+        subject=SUBJECT,
+        control=CONTROL,
+        control_rung=control_rung,
+        saturated_rung=top,
+        throughput_ratio=_throughput_ratio(*saturated),
+        p50_ratio=_latency_ratio(of_subject, of_control, "p50"),
+        p99_ratio=_latency_ratio(of_subject, of_control, "p99"),
+        kv_use_paged=saturated[0].kv_written_waited if saturated[0] is not None else None,
+        kv_use_static=saturated[1].kv_written_waited if saturated[1] is not None else None,
+        throughput_of_best_static=_throughput_ratio(saturated[0], best_static),
+        best_static_over_control=_throughput_ratio(best_static, saturated[1]),
+        best_static=best_static.arm if best_static is not None else None,
+    )
+
+
+def _throughput_ratio(over: Figures | None, under: Figures | None) -> Interval | None:
+    if over is None or under is None:
+        return None
+    return ratio_by_repeat(over.tokens_per_s_by_repeat, under.tokens_per_s_by_repeat)
+
+
+def ratio_by_repeat(over: Mapping[int, float], under: Mapping[int, float]) -> Interval | None:
+    """Return the ratio of two rates from the repeats that both have; None when there is none, or no output.
+
+    The arms of a repeat take turns within minutes, so a pair shares what the machine did then.
+    """
+    both = sorted(over.keys() & under.keys())
+    pairs = [over[repeat] for repeat in both], [under[repeat] for repeat in both]
+    if not both or min(*pairs[0], *pairs[1]) <= 0:
+        return None
+    return ratio_interval(*pairs)
+
+
+def differs(ratio: Interval) -> bool:
+    """Return whether a ratio is other than 1 as far as its interval tells; without one, nothing is told."""
+    return ratio.low is not None and ratio.high is not None and not ratio.low <= 1 <= ratio.high
+
+
+def _latency_ratio(over: Figures | None, under: Figures | None, name: str) -> Interval | None:
+    if over is None or under is None:
+        return None
+    one, other = _bounds(over.e2e, name), _bounds(under.e2e, name)
+    if one is None or other is None:
+        return None
+    low = one.low / other.high if one.low is not None and other.high is not None else None
+    high = one.high / other.low if one.high is not None and other.low else None
+    return Interval(one.value / other.value, low, high)
+
+
+def _bounds(latency: Latency, name: str) -> Interval | None:
+    quantile: Quantile = getattr(latency, name)
+    return quantile.interval
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one change does to the throughput of a saturated arm."""
+
+    what: str
+    before: str
+    after: str
+    ratio: Interval
+
+
+_STEPS: Final = (
+    ("no padding, and finished rows are free", "static", "static-nowaste"),
+    ("length buckets, with the waste", "static", "static-buckets"),
+    ("length buckets, without it", "static-nowaste", "static-buckets-nowaste"),
+    ("rows leave and join at every step, paged memory", "static-nowaste", "continuous"),
+    ("chunked prefill", "continuous", "continuous-chunked"),
+    ("prefix cache", "continuous-chunked", "continuous-chunked-prefix"),
+)
+
+
+def steps(figures: AllFigures, top: str | None) -> list[Step]:
+    """Return what each change is worth at the highest rung, where every arm is saturated."""
+    made = []
+    for what, before, after in _STEPS:
+        ratio = _throughput_ratio(figures.get((after, top or "")), figures.get((before, top or "")))
+        if ratio is not None:
+            made.append(Step(what, before, after, ratio))
+    return made
+
+
+def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
+    """Return a comparison as plain values, the articles' figures beside it."""
+    return {**asdict(comparison), "articles": ARTICLES}

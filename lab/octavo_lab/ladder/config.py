@@ -1,0 +1,191 @@
+"""What a ladder measures, and how long it may take. Everything here is fixed before the first request."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT
+from octavo_lab.load.arrivals import Arrivals, Bursty, Gamma, Poisson
+
+BASELINE: Final = "baseline"
+MIDDLE: Final = "middle"
+BEST_STATIC: Final = "best-static"
+BEST: Final = "best"
+OVERLOAD: Final = "overload"
+RUNGS: Final = {
+    BASELINE: "half the control's capacity",
+    MIDDLE: "the control's capacity",
+    BEST_STATIC: "capacity of the best static arm",
+    BEST: "capacity of the best arm",
+    OVERLOAD: "1.5 times the capacity of the best arm",
+}
+"""Loads, from the lightest; each is one absolute rate for all arms."""
+STEP_WATCHDOG_S: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Backlogged:
+    """Arrivals that come on top of requests that are all there at the beginning."""
+
+    process: Arrivals
+    backlog: int
+
+    def __str__(self) -> str:
+        return f"{self.backlog} at once, then {self.process}"
+
+    @property
+    def rate_per_s(self) -> float:
+        """Of the arrivals that follow."""
+        return self.process.rate_per_s
+
+    def times(self, seed: int) -> Iterator[float]:
+        """Yield the times; see `Arrivals`."""
+        yield from itertools.repeat(0.0, self.backlog)
+        yield from self.process.times(seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LadderConfig:
+    """One experiment."""
+
+    preset: str
+    arms: tuple[str, ...] = tuple(ARMS)
+    rungs: tuple[str, ...] = tuple(RUNGS)
+    repeats: int = 3
+    budget_s: float = 3600.0
+    """Time that the whole may take; see `plan.py` for what shrinks when it is short."""
+    seed: int = 1
+    arrivals: str = "poisson"
+    gamma_cv: float = 2.0
+    warm_up_s: float = 4.0
+    """Sent and not measured, at the beginning of each cell."""
+    saturating_warm_up_s: float = 25.0
+    """The same at the highest rung: until memory is full."""
+    backlog: int = 64
+    """Requests that are there at once when a cell of the highest rung begins. At 1.5 times its capacity a
+    server fills so slowly that a window would see it filling."""
+
+    # What serves
+    model: str = "demo"
+    runner: str = "torch"
+    block_size: int = 4
+    num_blocks: int = 768
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    context: int = 512
+    ready_timeout_s: float = 900.0
+    extra_worker_args: tuple[str, ...] = ()
+    extra_scheduler_args: tuple[str, ...] = ()
+
+    # The static arms
+    batch_sizes: tuple[int, ...] = (4, 8, 16)
+    timeouts_s: tuple[float, ...] = (0.1, 0.5, 2.0)
+    bucket_bounds: tuple[int, ...] = (32, 64, 128)
+
+    # What is asked
+    dataset: str = "azure-conv"
+    traces: str | None = None
+    scale: int | None = 16
+    """Lengths of a trace are divided by this; None is what makes 99% of it fit the context."""
+    prompt_tokens: float = 64.0
+    """Mean, of `lognormal` and `fixed`."""
+    output_tokens: float = 64.0
+    length_cv: float = 1.0
+    shared_prefix_share: float = 0.5
+    """Share of the requests that begin with one of a few system prompts."""
+    shared_prefix_tokens: int = 24
+    num_shared_prefixes: int = 4
+    queue_timeout_s: float = 30.0
+
+    # How it is judged
+    slo: str = "ttft=3000,tpot=500"
+    """What a request must keep to count as good, as `octavo bench serve --slo` has it."""
+    price_per_hour: float = 1.0
+    """Of the machine, in any currency: cost scales with it."""
+
+    def backlog_of(self, rung: str) -> int:
+        """Return how many requests the cells of a rung begin with."""
+        return self.backlog if rung == OVERLOAD else 0
+
+    def warm_up_of(self, rung: str) -> float:
+        """Return the warm-up of the cells of a rung."""
+        return self.saturating_warm_up_s if rung == OVERLOAD else self.warm_up_s
+
+    @property
+    def full_arms(self) -> tuple[str, ...]:
+        """The arms that are compared with each other in particular."""
+        return tuple(name for name in (CONTROL, SUBJECT) if name in self.arms)
+
+    def process(self, rate_per_s: float, backlog: int = 0) -> Arrivals:
+        """Return the arrivals at a rate, after so many requests at once."""
+        if backlog:
+            return Backlogged(self.process(rate_per_s), backlog)
+        match self.arrivals:
+            case "gamma":
+                return Gamma(rate_per_s, self.gamma_cv)
+            case "bursty":
+                return Bursty(rate_per_s)
+            case _:
+                return Poisson(rate_per_s)
+
+    def worker_args(self) -> tuple[str, ...]:
+        """Arguments that all workers share."""
+        return (
+            f"--runner={self.runner}",
+            f"--block-size={self.block_size}",
+            f"--num-blocks={self.num_blocks}",
+            f"--max-num-seqs={self.max_num_seqs}",
+            f"--max-num-batched-tokens={self.max_num_batched_tokens}",
+            f"--max-model-len={self.context}",
+            "--pin-budget-blocks=0",
+        )
+
+    def scheduler_args(self) -> tuple[str, ...]:
+        """Arguments that all schedulers share."""
+        return (
+            f"--queue-timeout-standard-s={self.queue_timeout_s:g}",
+            # What is compared is how requests are served, not which are turned away.
+            "--no-overload-control",
+            # Steps of a model on a CPU take up to seconds. A plan that is made before the last step has
+            # reported cannot use the memory that it frees, and wins one round trip for that.
+            "--window=1",
+            # The padded prompts of a large batch are one step, which takes long on a slow machine.
+            f"--step-watchdog-s={STEP_WATCHDOG_S:g}",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all settings as plain values."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> LadderConfig:
+        """Return the settings of a JSON form.
+
+        Raises:
+            TypeError: it is none of this version.
+        """
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+        }
+        return cls(**values)
+
+
+FULL: Final = LadderConfig(preset="full")
+QUICK: Final = replace(
+    FULL,
+    preset="quick",
+    arms=(CONTROL, SUBJECT),
+    rungs=(MIDDLE, OVERLOAD),
+    repeats=2,
+    budget_s=8 * 60.0,
+    warm_up_s=3.0,
+    saturating_warm_up_s=18.0,
+    batch_sizes=(4, 8),
+    timeouts_s=(0.1, 0.5),
+)
+PRESETS: Final = {one.preset: one for one in (QUICK, FULL)}

@@ -1,0 +1,254 @@
+"""How the time of a ladder is spent, decided before the first cell runs.
+
+Each cell gets a warm-up, a window that counts, and time to drain. What is left of the budget after tuning
+and search is shared out so:
+
+1. The two arms that are compared (`SUBJECT` and `CONTROL`) get, at the control's capacity, windows in
+   which enough requests come for a P99, if that takes at most `COMPARED_SHARE` of the time.
+2. All other cells share what is left: the two arms twice as much as the others, and light loads, which bring
+   fewer requests, more than heavy ones (by the root of the rate). At the highest rung no window is shorter
+   than `SATURATED_BATCHES` of the longest batches of a static arm, as far as the others can spare the time:
+   a part of a batch is no rate.
+3. When the windows of the others would be shorter than `MIN_WINDOW_S`, there are fewer repeats, down to two.
+4. When that is not enough, the windows are `MIN_WINDOW_S` long and the budget is exceeded; the plan says so.
+
+Nothing is ever made up for: a percentile that wants more requests than came is printed as missing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from octavo_lab.ladder.config import LadderConfig
+from octavo_lab.load.statistics import needed
+
+MIN_WINDOW_S: Final = 5.0
+SATURATED_BATCHES: Final = 3
+MIN_REPEATS: Final = 2
+COMPARED_SHARE: Final = 0.7
+"""Share of the time that goes, at most, into the windows of the comparison."""
+SPARE: Final = 1.08
+"""Requests that are offered where a P99 is wanted, as a multiple of those that it needs."""
+DRAIN_S: Final = 4.0
+"""Expected time from the end of a window until all is answered, and the next cell has begun."""
+LONGEST_DRAIN_S: Final = 45.0
+"""Wait for what is under way where an arm keeps up with the load."""
+CUT_DRAIN_S: Final = 1.0
+"""The same where it cannot: what is not answered counts as slower than all that is."""
+
+
+_Key = tuple[str, str]
+"""Arm and rung."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of one arm at one rate."""
+
+    arm: str
+    rung: str
+    repeat: int
+    rate_per_s: float
+    warm_up_s: float
+    window_s: float
+    drain_s: float
+    """Wait for the last answers, at most."""
+    seed: int
+    """Of arrivals and requests: the same for all arms."""
+
+    @property
+    def name(self) -> str:
+        """Names it in files."""
+        return f"{self.rung}.{self.repeat}.{self.arm}"
+
+
+@dataclass(frozen=True, slots=True)
+class CellPlan:
+    """All cells, in the order in which they run."""
+
+    cells: tuple[Cell, ...]
+    repeats: int
+    expected_s: float
+    notes: tuple[str, ...]
+    """Where the budget made the experiment smaller than asked, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What the search has found, in requests per second."""
+
+    capacities: Mapping[str, float]
+    """By arm."""
+    rungs: Mapping[str, float]
+    control_rung: str
+    """The rung at which the control is at its capacity."""
+    longest_batch_s: float = 0.0
+    """Of the static arms, in the batch size that each is tuned to."""
+
+
+def plan_cells(config: LadderConfig, loads: Loads, available_s: float) -> CellPlan:
+    """Return the cells that fit into the time, and what they had to give up for it."""
+    repeats = max(1, config.repeats)
+    notes: list[str] = []
+    while True:
+        windows, scarce = _windows(config, loads, available_s, repeats)
+        if not scarce or repeats <= MIN_REPEATS:
+            break
+        repeats -= 1
+    if repeats < config.repeats:
+        notes.append(f"{repeats} repeats instead of {config.repeats}, so that windows are not too short")
+    wanted = needed(0.99)
+    for arm in config.full_arms:
+        if loads.control_rung in config.rungs:
+            offered = repeats * windows[arm, loads.control_rung] * loads.rungs[loads.control_rung]
+            if offered < wanted:
+                notes.append(
+                    f"about {offered:.0f} requests for {arm} at the control's capacity: no P99, "
+                    f"which wants {wanted}"
+                )
+    short = [arm for arm in config.arms if windows[arm, _top(loads)] < _saturated_s(loads)]
+    if short:
+        notes.append(
+            f"windows at the highest rung are shorter than {SATURATED_BATCHES} of the longest batches "
+            f"({_saturated_s(loads):.0f} s): {', '.join(short)}"
+        )
+    cells = _in_order(config, loads, windows, repeats)
+    expected = sum(cell.warm_up_s + cell.window_s + DRAIN_S for cell in cells)
+    if expected > available_s + 1:
+        notes.append(
+            f"about {expected - available_s:.0f} s longer than the budget: windows have a least length"
+        )
+    return CellPlan(tuple(cells), repeats, expected, tuple(notes))
+
+
+def _windows(
+    config: LadderConfig, loads: Loads, available_s: float, repeats: int
+) -> tuple[dict[tuple[str, str], float], bool]:
+    """Return the window of each arm at each rung, and whether the others' are shorter than they should be."""
+    keys = [(arm, rung) for rung in config.rungs for arm in config.arms]
+    compared = [key for key in keys if key[0] in config.full_arms and key[1] == loads.control_rung]
+    time_s = available_s - repeats * sum(config.warm_up_of(rung) + DRAIN_S for _, rung in keys)
+    windows: dict[tuple[str, str], float] = {}
+    if compared:
+        enough = SPARE * needed(0.99) / (repeats * loads.rungs[loads.control_rung])
+        most = COMPARED_SHARE * time_s / (repeats * len(compared))
+        for key in compared:
+            windows[key] = max(MIN_WINDOW_S, min(enough, most))
+    others = [key for key in keys if key not in windows]
+    left = time_s - repeats * sum(windows.values())
+    shares = {
+        key: (2.0 if key[0] in config.full_arms else 1.0) / loads.rungs[key[1]] ** 0.5 for key in others
+    }
+    least = {key: _least(loads, key[1]) for key in others}
+    scarce = any(left * share / (repeats * sum(shares.values())) < MIN_WINDOW_S for share in shares.values())
+    windows |= _shared(left / repeats, shares, least)
+    # Beyond what a P99 wants, longer windows add little.
+    return {key: min(value, _most(loads, key[1], repeats)) for key, value in windows.items()}, scarce
+
+
+def _shared(time_s: float, shares: Mapping[_Key, float], least_s: Mapping[_Key, float]) -> dict[_Key, float]:
+    """Share time out, by weight, so that nobody gets less than its least while others have more.
+
+    What all of them want at least may be more than there is: then each gets `MIN_WINDOW_S` and its part, by
+    what it wants beyond that, of the rest.
+    """
+    wanted_s = sum(least_s.values()) - MIN_WINDOW_S * len(least_s)
+    spare_s = max(0.0, time_s - MIN_WINDOW_S * len(least_s))
+    if wanted_s >= spare_s:
+        part = spare_s / wanted_s if wanted_s > 0 else 0.0
+        return {key: MIN_WINDOW_S + part * (least - MIN_WINDOW_S) for key, least in least_s.items()}
+    open_keys, found = set(shares), dict(least_s)
+    while True:
+        left_s = time_s - sum(least_s[key] for key in found.keys() - open_keys)
+        total = sum(shares[key] for key in open_keys)
+        below = {key for key in open_keys if left_s * shares[key] / total < least_s[key]}
+        if not below:
+            return found | {key: left_s * shares[key] / total for key in open_keys}
+        open_keys -= below
+
+
+def _top(loads: Loads) -> str:
+    return max(loads.rungs, key=lambda rung: loads.rungs[rung])
+
+
+def _saturated_s(loads: Loads) -> float:
+    return SATURATED_BATCHES * loads.longest_batch_s
+
+
+def _least(loads: Loads, rung: str) -> float:
+    return max(MIN_WINDOW_S, _saturated_s(loads) if rung == _top(loads) else 0.0)
+
+
+def _most(loads: Loads, rung: str, repeats: int) -> float:
+    return max(_least(loads, rung), 2 * SPARE * needed(0.99) / (repeats * loads.rungs[rung]))
+
+
+def _in_order(
+    config: LadderConfig, loads: Loads, windows: Mapping[tuple[str, str], float], repeats: int
+) -> list[Cell]:
+    """Interleave the arms: at each rung of each repeat, every arm once, in an order drawn anew."""
+    cells = []
+    for repeat in range(repeats):
+        for number, rung in enumerate(config.rungs):
+            seed = config.seed * 10_000 + number * 100 + repeat
+            arms: Sequence[str] = random.Random(seed).sample(config.arms, len(config.arms))
+            for arm in arms:
+                rate = loads.rungs[rung]
+                keeps_up = rate <= 1.01 * loads.capacities[arm]
+                drain_s = LONGEST_DRAIN_S if keeps_up else CUT_DRAIN_S
+                warm_up_s = config.warm_up_of(rung)
+                cells.append(Cell(arm, rung, repeat, rate, warm_up_s, windows[arm, rung], drain_s, seed))
+    return cells
+
+
+def loads_of(
+    config: LadderConfig,
+    capacities: Mapping[str, float],
+    static: Sequence[str],
+    control: str,
+    longest_batch_s: float = 0.0,
+) -> Loads:
+    """Return the rungs that follow from the arms' capacities.
+
+    The middle is the control's capacity, unless the control is itself (nearly) the best static arm: then
+    it is halfway between the baseline and that.
+    """
+    best_static = max((capacities[arm] for arm in static), default=max(capacities.values()))
+    best = max(capacities.values())
+    own = capacities.get(control, best_static)
+    baseline = own / 2
+    middle, control_rung = own, "middle"
+    if own > 0.95 * best_static and "best-static" in config.rungs:
+        middle, control_rung = (baseline + best_static) / 2, "best-static"
+    rungs = {
+        "baseline": baseline,
+        "middle": middle,
+        "best-static": best_static,
+        "best": best,
+        "overload": 1.5 * best,
+    }
+    rates = {name: rungs[name] for name in config.rungs}
+    return Loads(dict(capacities), rates, control_rung, longest_batch_s)
+
+
+def plan_to_json(plan: CellPlan) -> dict[str, Any]:
+    """Return a plan as plain values."""
+    return {
+        "repeats": plan.repeats,
+        "expected_s": plan.expected_s,
+        "notes": list(plan.notes),
+        "cells": [{name: getattr(cell, name) for name in Cell.__dataclass_fields__} for cell in plan.cells],
+    }
+
+
+def plan_from_json(record: Mapping[str, Any]) -> CellPlan:
+    """Return the plan of its plain values."""
+    return CellPlan(
+        tuple(Cell(**cell) for cell in record["cells"]),
+        record["repeats"],
+        record["expected_s"],
+        tuple(record["notes"]),
+    )

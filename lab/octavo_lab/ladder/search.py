@@ -1,0 +1,226 @@
+"""Tunes the static arms and finds what each arm can serve, before the rungs are set.
+
+The capacity of an arm is its throughput when there is always somebody waiting, less `MARGIN`: an open loop
+at the full rate of a server has a queue without bound, however good the server is.
+
+1. Each static arm gets the batch size with which it serves most when saturated (the smallest of those within
+   `TIE` of the best): the same requests with each size, enough for `BATCHES` whole batches of the largest.
+   Its timeout does not matter then.
+2. The control's batch sizes within `TIE` of its best (the best two, if more) are then run with each timeout
+   in an open loop at `TUNING_LOAD` of its capacity; the pair with the lowest mean latency wins. All static
+   arms take its timeout.
+3. A continuous arm gets `BURST` requests at once, of which it runs as many as it can hold. What counts is the
+   rate of answers from when a quarter of them has come until fewer are left than it would run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, Final
+
+from octavo_lab.command import BenchError
+from octavo_lab.ladder.arms import ARMS, CONTROL, Arm, StaticSettings
+from octavo_lab.ladder.cells import Driver
+from octavo_lab.ladder.config import LadderConfig
+from octavo_lab.ladder.stacks import ArmStacks
+from octavo_lab.load.records import Outcome, RequestRecord, RunRecord
+
+MARGIN: Final = 0.1
+TIE: Final = 0.03
+TUNING_LOAD: Final = 0.7
+BATCHES: Final = 3
+"""Whole batches that a static arm serves in a probe, at least."""
+MIN_PROBE_REQUESTS: Final = 24
+TUNING_REQUESTS: Final = (12, 60)
+"""Requests with which a timeout is tried, at least and at most."""
+TUNING_SHARE: Final = 0.012
+"""Share of the budget that trying one timeout takes, within these bounds."""
+TUNED_SIZES: Final = 2
+BURST: Final = 96
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One measurement of the search."""
+
+    arm: str
+    kind: str
+    """`saturated`, or `timeout` for an open loop that compares timeouts."""
+    requests: int
+    concurrency: int | None = None
+    batch_size: int | None = None
+    timeout_s: float | None = None
+    requests_per_s: float
+    tokens_per_s: float
+    mean_e2e_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the search has found."""
+
+    static: dict[str, StaticSettings]
+    """Settings of the static arms."""
+    capacities: dict[str, float]
+    """Requests per second, by arm."""
+    probes: tuple[Probe, ...]
+
+    @property
+    def longest_batch_s(self) -> float:
+        """How long a full batch takes, of the static arm in which that is longest."""
+        return max((one.batch_size / self.capacities[name] for name, one in self.static.items()), default=0.0)
+
+
+class Search:
+    """Runs the search. What it finds is the caller's to keep."""
+
+    def __init__(
+        self, config: LadderConfig, stacks: ArmStacks, driver: Driver, on_step: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._stacks = stacks
+        self._driver = driver
+        self._on_step = on_step
+        self._probes: list[Probe] = []
+
+    @property
+    def num_steps(self) -> int:
+        """Probes that it takes, about; for the progress."""
+        config = self._config
+        static = sum(ARMS[name].static for name in config.arms)
+        return static * len(config.batch_sizes) + len(config.timeouts_s) + len(config.arms) - static
+
+    def run(self) -> Found:
+        """Measure; return what was found."""
+        config = self._config
+        arms = [ARMS[name] for name in config.arms]
+        capacities: dict[str, float] = {}
+        static: dict[str, StaticSettings] = {}
+        for arm in arms:
+            self._driver.warm(self._stacks.use(arm, StaticSettings(batch_size=config.batch_sizes[0])))
+            if arm.static:
+                sizes = self._batch_sizes(arm)
+                capacities[arm.name] = (1 - MARGIN) * max(sizes.values())
+                static[arm.name] = StaticSettings(batch_size=_smallest_of_the_best(sizes))
+                if arm.name == CONTROL:
+                    static[arm.name] = self._timeout(arm, sizes, capacities[arm.name])
+            else:
+                capacities[arm.name] = (1 - MARGIN) * self._burst(arm)
+        tuned = static.get(CONTROL)
+        if tuned is not None:
+            static = {
+                name: StaticSettings(batch_size=found.batch_size, timeout_s=tuned.timeout_s)
+                for name, found in static.items()
+            }
+        return Found(static, capacities, tuple(self._probes))
+
+    def _batch_sizes(self, arm: Arm) -> dict[int, float]:
+        """Return the throughput of a saturated static arm by batch size."""
+        config, found = self._config, {}
+        count = _probe_requests(config, arm)
+        for batch_size in config.batch_sizes:
+            self._on_step(f"{arm.title}: batches of {batch_size}")
+            stack = self._stacks.use(
+                arm, StaticSettings(batch_size=batch_size, timeout_s=min(config.timeouts_s))
+            )
+            run = self._driver.saturate(stack, count, count, config.seed)
+            found[batch_size] = self._note(
+                arm, run, kind="saturated", concurrency=count, batch_size=batch_size
+            ).requests_per_s
+        return found
+
+    def _timeout(self, arm: Arm, sizes: dict[int, float], capacity: float) -> StaticSettings:
+        """Return the pair of batch size and timeout with the lowest latency at a moderate load."""
+        config = self._config
+        best = max(sizes.values())
+        latencies = {}
+        rate = TUNING_LOAD * capacity
+        least, most = TUNING_REQUESTS
+        count = min(most, max(least, round(rate * TUNING_SHARE * config.budget_s)))
+        ties = sorted(
+            (size for size, rate in sizes.items() if rate >= (1 - TIE) * best), key=sizes.__getitem__
+        )
+        for batch_size in ties[-TUNED_SIZES:]:
+            for timeout_s in config.timeouts_s:
+                self._on_step(f"{arm.title}: batches of {batch_size}, timeout {timeout_s:g} s")
+                settings = StaticSettings(batch_size=batch_size, timeout_s=timeout_s)
+                run = self._driver.offer(
+                    self._stacks.use(arm, settings),
+                    config.process(rate),
+                    count,
+                    config.seed + 1,
+                )
+                latencies[settings] = self._note(
+                    arm, run, kind="timeout", batch_size=batch_size, timeout_s=timeout_s
+                ).mean_e2e_s
+        return min(latencies, key=lambda settings: latencies[settings])
+
+    def _burst(self, arm: Arm) -> float:
+        """Return the throughput of a continuous arm that has more than enough to do."""
+        self._on_step(f"{arm.title}: {BURST} requests at once")
+        run = self._driver.saturate(self._stacks.use(arm, StaticSettings()), BURST, BURST, self._config.seed)
+        return self._note(arm, run, kind="saturated", concurrency=BURST).requests_per_s
+
+    def _note(self, arm: Arm, run: RunRecord, **what: Any) -> Probe:
+        answered = [one for one in run.requests if one.outcome is Outcome.OK]
+        if len(answered) < 0.9 * len(run.requests):
+            reasons = sorted({one.reason or one.outcome.value for one in run.requests} - {"ok"})
+            raise BenchError(
+                f"{arm.title}: {len(run.requests) - len(answered)} of {len(run.requests)} requests of the "
+                f"search were not answered ({', '.join(reasons)})"
+            )
+        # A static arm serves whole batches: they count as a whole. Others have a beginning and a tail.
+        begin = 0.0 if arm.static or what["kind"] != "saturated" else 0.25
+        rate, tokens = _throughput(answered, begin, 0.0 if begin == 0.0 else 0.4)
+        probe = Probe(
+            arm=arm.name,
+            requests=len(run.requests),
+            requests_per_s=rate,
+            tokens_per_s=tokens,
+            mean_e2e_s=fmean(one.e2e_s for one in answered),
+            **what,
+        )
+        self._probes.append(probe)
+        return probe
+
+
+def _probe_requests(config: LadderConfig, arm: Arm) -> int:
+    """Return how many requests each batch size of an arm gets: none is to win by the lengths of its own."""
+    largest = max(config.batch_sizes)
+    count = max(BATCHES * largest, MIN_PROBE_REQUESTS)
+    # Enough of each length for whole batches.
+    return count + largest * (len(config.bucket_bounds) + 1) // 2 if arm.buckets else count
+
+
+def _throughput(answered: Sequence[RequestRecord], begin: float, tail: float) -> tuple[float, float]:
+    """Return answers and their output tokens per second, without a share of them at either end."""
+    ends = sorted(answered, key=lambda one: one.ended_s)
+    first, last = int(begin * len(ends)), len(ends) - int(tail * len(ends))
+    since = ends[first - 1].ended_s if first else 0.0
+    took = ends[last - 1].ended_s - since
+    return (last - first) / took, sum(one.output_tokens for one in ends[first:last]) / took
+
+
+def _smallest_of_the_best(sizes: dict[int, float]) -> int:
+    best = max(sizes.values())
+    return min(size for size, rate in sizes.items() if rate >= (1 - TIE) * best)
+
+
+def found_to_json(found: Found) -> dict[str, Any]:
+    """Return what was found as plain values."""
+    return {
+        "static": {name: asdict(settings) for name, settings in found.static.items()},
+        "capacities": found.capacities,
+        "probes": [asdict(probe) for probe in found.probes],
+    }
+
+
+def found_from_json(record: dict[str, Any]) -> Found:
+    """Return what was found of its plain values."""
+    return Found(
+        {name: StaticSettings(**settings) for name, settings in record["static"].items()},
+        record["capacities"],
+        tuple(Probe(**probe) for probe in record["probes"]),
+    )

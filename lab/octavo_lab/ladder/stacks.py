@@ -1,0 +1,145 @@
+"""The stacks under test: one per arm, kept up while others are measured, as many as memory allows.
+
+A stack that has nothing to do costs memory and no time, so that arms can take turns every few seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import psutil
+from octavo.stack import Stack, StackConfig, StackError
+
+from octavo_lab.command import BenchError
+from octavo_lab.ladder.arms import Arm, StaticSettings
+from octavo_lab.ladder.config import LadderConfig
+
+_SPARE_BYTES: Final = 1 << 30
+"""Memory that is left to the rest of the machine."""
+_GROWTH: Final = 1.3
+"""What a stack may take under load, as a multiple of what it takes when it is ready."""
+
+
+class ArmStacks:
+    """Starts stacks when they are first asked for, and ends the least recently used when memory is short."""
+
+    def __init__(self, config: LadderConfig, logs: Path, on_event: Callable[[str], None]) -> None:
+        self._config = config
+        self._logs = logs
+        self._on_event = on_event
+        self._stacks: dict[str, tuple[Stack, tuple[str, ...]]] = {}
+        self._stack_bytes = 0
+        self.started_s: list[float] = []
+        """How long each start took."""
+
+    def use(self, arm: Arm, static: StaticSettings) -> Stack:
+        """Return the stack of an arm, ready, with these settings.
+
+        Raises:
+            BenchError: it does not start; the message has its own word why.
+        """
+        wanted = self._scheduler_args(arm, static)
+        stack, current = self._stacks.pop(arm.name, (None, ()))
+        began = time.monotonic()
+        try:
+            if stack is not None and not all(child.alive for child in stack.children):
+                self._on_event(f"{arm.name}: a process had ended and is started again")
+                stack.stop()
+                stack = None
+            if stack is None:
+                self._make_room()
+                stack = self._start(arm, wanted)
+                self.started_s.append(time.monotonic() - began)
+            elif current != wanted:
+                stack.restart_scheduler(wanted)
+                stack.wait_ready(self._config.ready_timeout_s)
+        except StackError as error:
+            if stack is not None:
+                stack.stop()
+            raise BenchError(f"{arm.title}: {error} (logs are in {self._logs})") from None
+        self._stacks[arm.name] = (stack, wanted)
+        return stack
+
+    def drop(self, arm: Arm) -> None:
+        """End the stack of an arm, if there is one: what it is asked next begins with a new one."""
+        stack, _ = self._stacks.pop(arm.name, (None, ()))
+        if stack is not None:
+            stack.stop()
+
+    def stop(self) -> None:
+        """End all."""
+        while self._stacks:
+            self._stacks.popitem()[1][0].stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _start(self, arm: Arm, scheduler_args: tuple[str, ...]) -> Stack:
+        config = self._config
+        stack = Stack(
+            StackConfig(
+                model=config.model,
+                scheduler_args=scheduler_args,
+                worker_args=(*config.worker_args(), *arm.worker_args(), *config.extra_worker_args),
+                folder=self._logs / arm.name,
+            )
+        )
+        try:
+            stack.start()
+            stack.wait_ready(config.ready_timeout_s)
+        except BaseException:
+            stack.stop()
+            raise
+        self._stack_bytes = max(self._stack_bytes, resident_bytes(stack))
+        return stack
+
+    def _scheduler_args(self, arm: Arm, static: StaticSettings) -> tuple[str, ...]:
+        config = self._config
+        return (
+            *config.scheduler_args(),
+            *arm.scheduler_args(static, config.bucket_bounds),
+            *config.extra_scheduler_args,
+        )
+
+    def _make_room(self) -> None:
+        """End stacks, the least recently used first, until another one fits into memory."""
+        wanted = _GROWTH * self._stack_bytes + _SPARE_BYTES
+        while self._stacks and psutil.virtual_memory().available < wanted:
+            name = next(iter(self._stacks))
+            self._stacks.pop(name)[0].stop()
+            self._on_event(f"{name}: ended to make room in memory; it is started again when its turn comes")
+
+
+def resident_bytes(stack: Stack) -> int:
+    """Return the resident memory of all processes of a stack."""
+    return sum(map(tree_bytes, (child.process.pid for child in stack.children)))
+
+
+def tree_bytes(pid: int) -> int:
+    """Return the resident memory of a process and its children; 0 when it is gone."""
+    try:
+        root = psutil.Process(pid)
+        return sum(map(_rss, (root, *root.children(recursive=True))))
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def _rss(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def worker_pids(stack: Stack) -> Iterable[int]:
+    """Return the processes that own the model and the KV memory."""
+    return [child.process.pid for child in stack.workers]

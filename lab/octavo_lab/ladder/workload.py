@@ -1,0 +1,167 @@
+"""What the ladder asks: lengths of a dataset, prompts of real text, some of which begin alike."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from octavo import AsyncClient
+
+from octavo_lab.command import BenchError
+from octavo_lab.datasets.corpus import Corpus, open_corpus
+from octavo_lab.datasets.lengths import TRACES
+from octavo_lab.datasets.load import NAMES, Dataset, DatasetConfig, load
+from octavo_lab.datasets.tokenizers import ServiceTokenizer, Tokenizer
+from octavo_lab.ladder.config import LadderConfig
+from octavo_lab.load.target import Request
+
+_PROMPTS: Final = "; prompts"
+"""Where the description of a dataset begins to tell of prompts and its own seed."""
+_SAMPLE: Final = 500
+"""Requests whose mean lengths are recorded."""
+_OWN_TOKENS: Final = 8
+"""Tokens of a prompt that are its own, at least, beside a system prompt that it shares."""
+
+
+class Workload:
+    """Requests that a seed determines, the same for every arm.
+
+    A part of them, `shared_prefix_share`, begins with one of a few system prompts, as requests of real
+    services do; the lengths stay those of the dataset. Only a prefix cache can make something of it.
+    """
+
+    def __init__(self, config: LadderConfig) -> None:
+        self._config = config
+        self._tokenizer: _Remembering | None = None
+        self._made: dict[int, list[Request]] = {}
+        self._record: dict[str, Any] = {"source": config.dataset}
+
+    @property
+    def description(self) -> str:
+        """Where the requests come from, in words."""
+        return str(self._record.get("description", self._config.dataset))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is needed to judge it and to repeat it."""
+        return self._record
+
+    def recall(self, record: dict[str, Any]) -> None:
+        """Take over what an earlier go has written down."""
+        self._record = dict(record)
+
+    async def prepare(self, endpoint: str) -> None:
+        """Split the corpus with the tokenizer of the service under test.
+
+        Raises:
+            BenchError: there is no such dataset, or it does not fit the context.
+        """
+        async with AsyncClient(endpoint) as client:
+            model = (await client.models())[0].id
+            await self.split_with(ServiceTokenizer(client, model))
+
+    def requests(self, seed: int, count: int) -> Sequence[Request]:
+        """Return so many requests; those of a larger count begin with those of a smaller one."""
+        made = self._made.get(seed, [])
+        if len(made) < count:
+            # More than asked for, so that what comes next has them ready.
+            self._made[seed] = made = asyncio.run(self._make(seed, max(count, 2 * len(made))))
+        return made[:count]
+
+    async def split_with(self, tokenizer: Tokenizer) -> None:
+        """Split all texts now; the tokenizer is not asked again.
+
+        Raises:
+            BenchError: there is no such dataset, or it does not fit the context.
+        """
+        self._tokenizer = _Remembering(tokenizer)
+        dataset = await self._dataset(self._config.seed)
+        sample = await self._make(self._config.seed, _SAMPLE) if self._config.dataset in NAMES else []
+        self._tokenizer.close()
+        told = (
+            f"{dataset.description.partition(_PROMPTS)[0]}, a window per seed; prompts from Octavo's corpus"
+        )
+        if not sample:
+            told = dataset.description
+        if self._shares:
+            told += (
+                f"; {100 * self._config.shared_prefix_share:.0f}% of the prompts begin with one of "
+                f"{self._config.num_shared_prefixes} system prompts of "
+                f"{self._config.shared_prefix_tokens} tokens, where they are long enough"
+            )
+        self._record["description"] = told
+        if sample:
+            self._record["sample"] = {
+                "requests": len(sample),
+                "prompt_tokens": sum(one.prompt_tokens for one in sample) / len(sample),
+                "output_tokens": sum(one.output_tokens for one in sample) / len(sample),
+            }
+
+    @property
+    def _shares(self) -> bool:
+        # Prompts of files are what they are, and those of Mooncake share what the trace says.
+        synthetic = self._config.dataset in NAMES and self._config.dataset != "mooncake"
+        return synthetic and self._config.shared_prefix_share > 0
+
+    async def _dataset(self, seed: int) -> Dataset:
+        config = self._config
+        assert self._tokenizer is not None, "prepare comes first"
+        return await load(
+            DatasetConfig(
+                source=config.dataset,
+                context=config.context,
+                prompt_tokens=config.prompt_tokens,
+                output_tokens=config.output_tokens,
+                cv=config.length_cv,
+                scale=config.scale if config.dataset in TRACES else None,
+                traces=Path(config.traces) if config.traces else None,
+                seed=seed,
+            ),
+            self._tokenizer,
+        )
+
+    async def _make(self, seed: int, count: int) -> list[Request]:
+        requests = (await self._dataset(seed)).requests(count)
+        if not self._shares:
+            return requests
+        assert self._tokenizer is not None
+        config, rng = self._config, random.Random(seed)
+        # Of the experiment's seed: the same system prompts in all of it. The rest of a prompt is its own.
+        prefixes = _prefixes(await open_corpus(self._tokenizer, config.seed), config)
+        corpus = await open_corpus(self._tokenizer, seed + 1)
+        made = []
+        for one in requests:
+            drawn, which = rng.random(), rng.randrange(len(prefixes))
+            own = one.prompt_tokens - config.shared_prefix_tokens
+            if drawn < config.shared_prefix_share and own >= _OWN_TOKENS:
+                made.append(replace(one, prompt=prefixes[which] + corpus.window(own)))
+            else:
+                made.append(one)
+        return made
+
+
+def _prefixes(corpus: Corpus, config: LadderConfig) -> list[str]:
+    return [corpus.window(config.shared_prefix_tokens) for _ in range(config.num_shared_prefixes)]
+
+
+class _Remembering:
+    """Asks a tokenizer about each text once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer: Tokenizer | None = tokenizer
+        self._known: dict[str, list[str]] = {}
+
+    async def pieces(self, text: str) -> list[str]:
+        """Split; see `octavo_lab.datasets.tokenizers.Tokenizer`."""
+        if text not in self._known:
+            if self._tokenizer is None:
+                raise BenchError("a text that was not there at the beginning is to be split")
+            self._known[text] = await self._tokenizer.pieces(text)
+        return self._known[text]
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._tokenizer = None

@@ -1,0 +1,171 @@
+"""Octavo over gRPC, through its own client: all requests on as many `Session` streams as asked for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, cast
+
+from octavo import AsyncClient
+from octavo._sdk import wire
+from octavo.aio import AsyncStream
+from octavo.errors import AccessDeniedError, InvalidRequestError, OctavoError
+from octavo.types import GenerateResult, Messages, Prompt
+
+from octavo_lab.command import BenchError
+from octavo_lab.load.records import Outcome, TargetRecord
+from octavo_lab.load.target import Answer, Request, Sink
+from octavo_lab.load.targets import outcomes
+
+
+class OctavoTarget:
+    """A scheduler, or several that stand in for each other.
+
+    Args:
+        endpoint: as for `octavo.AsyncClient`.
+        model: which model, where several are served.
+        options: of every request, by the names of `octavo.types.GenerateOptions`; a request's own come first.
+        connections: streams among which requests take turns.
+        connect_timeout_s: how long to try to connect.
+        api_key: as for `octavo.AsyncClient`.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        model: str = "",
+        options: Mapping[str, Any] | None = None,
+        connections: int = 1,
+        connect_timeout_s: float = 10.0,
+        api_key: str | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._model = model
+        self._options = {"temperature": 0.0, "ignore_eos": True, **(options or {})}
+        self._clients = [
+            AsyncClient(endpoint, connect_timeout=connect_timeout_s, api_key=api_key)
+            for _ in range(connections)
+        ]
+        self._turns = itertools.cycle(self._clients)
+        self._details: dict[str, Any] = {}
+
+    @property
+    def client(self) -> AsyncClient:
+        """A client of the service, for calls beside the traffic."""
+        return self._clients[0]
+
+    @property
+    def record(self) -> TargetRecord:
+        """What is driven."""
+        return TargetRecord(kind="octavo", address=self._endpoint, model=self._model, details=self._details)
+
+    async def __aenter__(self) -> Self:
+        """Connect, and see what is served.
+
+        Raises:
+            BenchError: the model is not served, or none was named and there are several.
+            OctavoError: the service cannot be reached.
+        """
+        try:
+            await self._look()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def _look(self) -> None:
+        client = self._clients[0]
+        served = await client.models()
+        if not self._model and len(served) == 1:
+            self._model = served[0].id
+        # An adapter is named as a model is, and is one that its base model serves.
+        models = {name: model for model in served for name in (*model.adapters, model.id)}
+        if self._model not in models:
+            there = ", ".join(models) or "none"
+            raise BenchError(f"name the model to drive: there are {there}, got {self._model!r}")
+        self._details = {
+            "max_model_len": models[self._model].max_model_len,
+            "options": {name: value for name, value in self._options.items() if name != "api_key"},
+        }
+        try:
+            status = await client.status()
+        except AccessDeniedError:
+            return  # The status is for operators; who may only generate can be measured all the same.
+        workers = status.workers
+        self._details |= {
+            "version": status.version,
+            "workers": len(workers),
+            "runner": ", ".join(sorted({worker.runner for worker in workers if worker.runner})),
+            "max_num_seqs": max((worker.max_num_seqs for worker in workers), default=0),
+            "max_num_batched_tokens": max((worker.max_num_batched_tokens for worker in workers), default=0),
+        }
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """See, before the run, that requests can be made of all options.
+
+        Raises:
+            BenchError: an option is unknown, or its value none.
+        """
+        # Those without options of their own differ in their prompts only.
+        for one in [*requests[:1], *(one for one in requests[1:] if one.options)]:
+            try:
+                make = wire.chat_request if _is_conversation(one.prompt) else wire.text_request
+                make(cast("Any", one.prompt), self._options_of(one))
+            except (TypeError, ValueError, InvalidRequestError) as error:
+                raise BenchError(f"options {_as_text({**self._options, **one.options})}: {error}") from error
+
+    async def _close(self) -> None:
+        for client in self._clients:
+            await client.aclose()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def ask(self, request: Request, sink: Sink) -> Answer:
+        """Send a request and follow it; see `Target`."""
+        try:
+            async with self._stream(next(self._turns), request.prompt, self._options_of(request)) as stream:
+                async for delta in stream:
+                    if delta.token_ids:
+                        sink.chunk()
+                return _answer(Outcome.OK, stream.result)
+        except OctavoError as error:
+            return _answer(outcomes.of_octavo(error), error.partial, error.reason)
+
+    def _options_of(self, request: Request) -> dict[str, Any]:
+        own = {"model": self._model, "max_tokens": request.output_tokens}
+        return {**self._options, **own, **request.options}
+
+    def _stream(self, client: AsyncClient, prompt: str | Sequence[Any], options: Any) -> AsyncStream:
+        if _is_conversation(prompt):
+            return client.chat_stream(cast("Messages", prompt), **options)
+        return client.stream(cast("Prompt", prompt), **options)
+
+
+def _is_conversation(prompt: str | Sequence[Any]) -> bool:
+    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _as_text(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items() if name != "api_key")
+
+
+def _answer(outcome: Outcome, result: GenerateResult | None, reason: str = "") -> Answer:
+    if result is None:
+        return Answer(outcome=outcome, reason=reason, output_tokens=0)
+    usage, timings = result.usage, result.timings
+    if outcome is not Outcome.OK:
+        # Of a request that did not end well only its tokens are sure; the service does not bill it.
+        return Answer(outcome=outcome, reason=reason, output_tokens=len(result.token_ids))
+    return Answer(
+        outcome=outcome,
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        queue_s=timings.queue_s,
+        preemptions=timings.preemptions,
+    )

@@ -1,0 +1,207 @@
+"""Any server that speaks the OpenAI API over HTTP: Octavo's gateway, vLLM, SGLang, TGI and others."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+
+import aiohttp
+
+from octavo_lab.command import BenchError
+from octavo_lab.load.records import Outcome, TargetRecord
+from octavo_lab.load.target import Answer, Request, Sink
+from octavo_lab.load.targets import outcomes
+from octavo_lab.load.targets.sse import StreamReader
+
+Api = Literal["completions", "chat"]
+_CHECK_TIMEOUT_S: Final = 10.0
+# Terms of service by the names of the SDK, and the headers that Octavo's gateway has for them.
+_SECONDS: Final = {
+    "queue_timeout": "x-octavo-queue-timeout-ms",
+    "ttft_deadline": "x-octavo-ttft-deadline-ms",
+    "deadline": "x-octavo-deadline-ms",
+}
+_PLAIN: Final = {
+    "priority": "x-octavo-priority",
+    "keep_head_tokens": "x-octavo-keep-head-tokens",
+    "keep_tail_tokens": "x-octavo-keep-tail-tokens",
+}
+_DEGRADE: Final = ("may_trim", "may_shed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAiConfig:
+    """How to speak to a server."""
+
+    base_url: str
+    """With or without `/v1`."""
+    api: Api = "completions"
+    model: str = ""
+    """Empty: the only one that the server lists."""
+    api_key: str = ""
+    ignore_eos: bool = True
+    """Ask for exactly as many tokens as the dataset says; an extension that vLLM, SGLang and Octavo know."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of every request, by the names of the SDK; what is no term of service is a field of the body."""
+
+
+class OpenAiTarget:
+    """A server with the OpenAI API, driven with streamed (SSE) completions or chats.
+
+    Token counts are the server's own, from the usage that ends each stream.
+    """
+
+    def __init__(self, config: OpenAiConfig) -> None:
+        self._config = config
+        self._base = config.base_url.rstrip("/").removesuffix("/v1")
+        self._model = config.model
+        self._session: aiohttp.ClientSession | None = None
+        self._details: dict[str, Any] = {}
+        path = "chat/completions" if config.api == "chat" else "completions"
+        self._url = f"{self._base}/v1/{path}"
+
+    @property
+    def record(self) -> TargetRecord:
+        """What is driven."""
+        return TargetRecord(
+            kind=f"openai-{self._config.api}",
+            address=self._base,
+            model=self._model,
+            details=self._details,
+        )
+
+    async def __aenter__(self) -> Self:
+        """Open a session, and see what is served.
+
+        Raises:
+            BenchError: there is no such server, or it does not say which model to use.
+        """
+        headers = {"Authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_read=None),
+            headers=headers,
+        )
+        try:
+            models = await self._models(self._session)
+        except BaseException:
+            await self._session.close()
+            raise
+        if not self._model and len(models) == 1:
+            self._model = str(models[0]["id"])
+        if not self._model:
+            await self._session.close()
+            raise BenchError(f"name the model to drive: {self._base} lists {len(models)}")
+        listed = next((model for model in models if model.get("id") == self._model), {})
+        self._details = {
+            "max_model_len": listed.get("max_model_len"),
+            "owned_by": listed.get("owned_by"),
+            "ignore_eos": self._config.ignore_eos,
+            "options": {name: value for name, value in self._config.options.items() if name != "api_key"},
+        }
+        return self
+
+    async def _models(self, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT_S), session.get(f"{self._base}/v1/models") as answer:
+                if answer.status != 200:
+                    raise BenchError(f"{self._base}/v1/models answers {answer.status}")
+                listed = await answer.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise BenchError(f"no OpenAI-compatible server at {self._base}: {error or 'no answer'}") from None
+        models = listed.get("data") if isinstance(listed, dict) else None
+        if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
+            raise BenchError(f"{self._base}/v1/models does not list models")
+        return models
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """See, before the run, that messages can be made of all requests.
+
+        Raises:
+            BenchError: the value of an option is none, or a prompt is not of a kind that the API takes.
+        """
+        for one in requests:
+            try:
+                self._message(one)
+            except (TypeError, ValueError) as error:
+                raise BenchError(f"an option has a wrong value: {error}") from error
+
+    async def ask(self, request: Request, sink: Sink) -> Answer:
+        """Send a request and follow it; see `Target`."""
+        assert self._session is not None, "enter the target first"
+        body, headers = self._message(request)
+        reader = StreamReader(sink, chat=self._config.api == "chat")
+        try:
+            async with self._session.post(self._url, json=body, headers=headers) as answer:
+                if answer.status != 200:
+                    outcome, reason = outcomes.of_http(answer.status, await answer.text(errors="replace"))
+                    return reader.failed(outcome, reason)
+                async for data in answer.content.iter_any():
+                    reader.feed(data)
+        except TimeoutError:
+            return reader.failed(Outcome.TIMEOUT, "HTTP_TIMEOUT")
+        except (aiohttp.ClientError, OSError) as error:
+            return reader.failed(Outcome.ERROR, type(error).__name__)
+        return reader.answer()
+
+    def _message(self, request: Request) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return body and headers."""
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": request.output_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._config.ignore_eos:
+            body["ignore_eos"] = True
+        headers, fields = _terms({**self._config.options, **request.options})
+        body.update(fields)
+        if self._config.api == "chat":
+            body["messages"] = _messages(request.prompt)
+        else:
+            body["prompt"] = _completion_prompt(request.prompt)
+        return body, headers
+
+
+def _terms(options: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the headers for the terms of service among some options, and the fields for all others."""
+    headers: dict[str, str] = {}
+    fields: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _SECONDS:
+            headers[_SECONDS[name]] = str(math.ceil(1000 * value))
+        elif name in _PLAIN:
+            headers[_PLAIN[name]] = str(value)
+        elif name not in _DEGRADE:
+            fields[name] = value
+    allowed = [name for name in _DEGRADE if options.get(name)]
+    if allowed:
+        headers["x-octavo-degrade"] = ",".join(allowed)
+    return headers, fields
+
+
+def _messages(prompt: str | Sequence[Any]) -> list[Any]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if prompt and isinstance(prompt[0], int):
+        raise BenchError("a chat takes text or messages, and the dataset has token ids")
+    return list(prompt)
+
+
+def _completion_prompt(prompt: str | Sequence[Any]) -> str | list[Any]:
+    if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+        raise BenchError(
+            "a completion takes text or token ids, and the dataset has conversations: use the chat API"
+        )
+    return prompt if isinstance(prompt, str) else list(prompt)

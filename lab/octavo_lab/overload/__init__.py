@@ -1,0 +1,155 @@
+"""`octavo bench overload`: a service driven past its capacity and back, as a timeline."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.cli import output
+from octavo.stack import Stack, StackConfig, StackError
+
+from octavo_lab.command import BenchError, claim_folder
+
+if TYPE_CHECKING:
+    from octavo_lab.overload.timeline import Timeline
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "--endpoint", metavar="HOST:PORT", help="a scheduler to drive; by default a stack is started"
+    )
+    parser.add_argument(
+        "--model", default="demo", help="of the stack that is started; `sim` needs no model (default: demo)"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=16, metavar="N", help="of the stack that is started (default 16)"
+    )
+    parser.add_argument(
+        "--worker-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="argument of the worker that is started; repeatable",
+    )
+    parser.add_argument(
+        "--capacity", type=float, metavar="X", help="requests per second; by default it is measured"
+    )
+    parser.add_argument(
+        "--load", type=float, default=2.0, metavar="X", help="overload, over the capacity (default 2)"
+    )
+    parser.add_argument(
+        "--base", type=float, default=0.5, metavar="X", help="load before and after (default 0.5)"
+    )
+    parser.add_argument(
+        "--phases", default="40,60,40", metavar="S,S,S", help="seconds before, of and after the overload"
+    )
+    parser.add_argument(
+        "--priority", choices=("interactive", "standard", "batch"), default="interactive", help="class"
+    )
+    parser.add_argument("--calibrate", type=float, default=20.0, metavar="S", help="seconds at capacity")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write timeline.json and timeline.png there")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Drive; return the table.
+
+    Raises:
+        BenchError: it cannot be done as asked, or the folder cannot be written.
+    """
+    phases = _phases(arguments.phases)
+    if min(arguments.load, arguments.base, arguments.calibrate, arguments.max_num_seqs) <= 0:
+        raise BenchError("loads, seconds and sequences must be positive")
+    if arguments.out is not None:
+        claim_folder(arguments.out)
+    with ExitStack() as stack:
+        endpoint = arguments.endpoint or _start(stack, arguments)
+        timeline = asyncio.run(_drive(endpoint, arguments, phases))
+    record = json.dumps(timeline.as_record(), indent=2, allow_nan=False)
+    told = record if arguments.json else timeline.as_text()
+    if arguments.out is not None:
+        try:
+            (arguments.out / "timeline.json").write_text(record)
+            timeline.plot(arguments.out / "timeline.png")
+        except OSError as error:
+            raise BenchError(str(error), partial=told) from error
+        output.note(f"wrote {arguments.out}/timeline.json and timeline.png")
+    return told
+
+
+def _phases(text: str) -> tuple[float, float, float]:
+    try:
+        before, during, after = map(float, text.split(","))
+    except ValueError:
+        raise BenchError(f"--phases is three numbers of seconds, got {text!r}") from None
+    if min(before, during, after) <= 0:
+        raise BenchError("phases must take some time")
+    return before, during, after
+
+
+def _start(stack: ExitStack, arguments: argparse.Namespace) -> str:
+    """Start scheduler and worker; return where they are."""
+    flags = ["--max-num-seqs", str(arguments.max_num_seqs), *arguments.worker_arg]
+    if arguments.model == "sim":
+        flags += ["--runner", "sim"]
+    child = stack.enter_context(Stack(StackConfig(model=arguments.model, worker_args=flags)))
+    try:
+        with output.ProgressLine() as line:
+            child.wait_ready(on_progress=line)
+    except StackError as error:
+        raise BenchError(str(error)) from error
+    return child.endpoint
+
+
+def seats_of(details: Mapping[str, Any]) -> int:
+    """Return the requests that all workers run at a time.
+
+    Raises:
+        BenchError: the service does not say.
+    """
+    if not (details.get("max_num_seqs") and details.get("workers")):
+        raise BenchError(
+            "the service does not tell what its workers hold: it takes a key that may see the status"
+        )
+    return int(details["max_num_seqs"] * details["workers"])
+
+
+async def _drive(
+    endpoint: str, arguments: argparse.Namespace, phases: tuple[float, float, float]
+) -> Timeline:
+    # Not earlier: they need the extra `bench`, and the help does not.
+    from octavo_lab.load.arrivals import Phase, Phases  # noqa: PLC0415
+    from octavo_lab.load.targets.octavo import OctavoTarget  # noqa: PLC0415
+    from octavo_lab.overload import drive  # noqa: PLC0415
+    from octavo_lab.overload.timeline import Timeline  # noqa: PLC0415
+
+    before, during, after = phases
+    async with OctavoTarget(endpoint) as target:
+        seats = seats_of(target.record.details)
+        vocabulary = await drive.vocabulary_of(target)
+        output.note("measuring the capacity")
+        # No deadline here: whoever waits for a place is to get it.
+        plain = drive.Mix(vocabulary=vocabulary)
+        measured = await drive.calibrate(target, plain, 2 * seats, arguments.calibrate)
+        if arguments.capacity is not None:
+            measured = replace(measured, capacity_per_s=arguments.capacity)
+        capacity = measured.capacity_per_s
+        output.note(f"{capacity:.2f} requests per second; driving {arguments.load:g} times as many")
+        plan = Phases(
+            (
+                Phase(before, arguments.base * capacity),
+                Phase(during, arguments.load * capacity),
+                Phase(after, arguments.base * capacity),
+            )
+        )
+        terms = {"priority": arguments.priority, "ttft_deadline": drive.TTFT_SLO_S}
+        async with drive.watch(target.client) as looks:
+            record = await drive.through(target, replace(plain, options=terms), plan)
+    return Timeline(record, looks, measured, before, before + during, min(5.0, before / 4))

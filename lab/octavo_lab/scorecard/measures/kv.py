@@ -1,0 +1,180 @@
+"""KV memory on its own: integrity, cost of its operations, utilization. No model is involved."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from octavo_lab.scorecard import Measured, at_least, at_most, entry
+
+NUM_OPERATIONS: Final = 1_000_000
+AUDIT_EVERY: Final = 100
+OPERATIONS_PER_POOL: Final = 20_000
+_T = TypeVar("_T")
+
+CHAIN_BLOCKS: Final = 512
+BLOCK_SIZE: Final = 16
+ROUNDS: Final = 300
+
+
+@entry(
+    "kv.audit_failures",
+    "a million seeded random operations on pool, prefix index, tiers and pins, audited every hundred: "
+    "audits or operations that found the books or a block's contents wrong",
+    "count",
+    at_most(0),
+)
+def audit_failures() -> Measured:
+    """Count failures; a memory that failed is thrown away, as is each after its share of operations."""
+    from octavo_lab.scorecard.kv_workload import MemoryWorkload  # noqa: PLC0415
+    from worker_svc.kv.errors import KvError  # noqa: PLC0415
+
+    failures: list[str] = []
+    met: dict[str, int] = {}
+    for first in range(0, NUM_OPERATIONS, OPERATIONS_PER_POOL):
+        rng = random.Random(first)  # for repetition, not for secrets
+        workload = MemoryWorkload(
+            4, rng.randint(12, 96), rng.randint(0, 48), 4, first_block=rng.randint(0, 1)
+        )
+        try:
+            for operation in range(OPERATIONS_PER_POOL):
+                workload.random_operation(rng)
+                if operation % AUDIT_EVERY == 0:
+                    workload.check()
+            workload.drain()
+        except KvError as error:
+            failures.append(f"seed {first}: {error}")
+        for what, count in workload.outcomes.items():
+            met[what] = met.get(what, 0) + count
+    return Measured(
+        len(failures), {"operations": NUM_OPERATIONS, "failures": failures[:5], "what happened": met}
+    )
+
+
+@entry(
+    "kv.us_per_block",
+    "processor time of the dearest pool operation per block, median: match, acquire, release, allocate, "
+    "publish, allocation by eviction, and a scattered free",
+    "µs",
+    at_most(1.0),
+)
+def us_per_block() -> Measured:
+    """Measure each operation on chains of 512 blocks; the dearest counts.
+
+    Processor time, so that it is the operation that is measured and not who else uses the machine.
+    """
+    from worker_svc.kv.pool import BlockPool  # noqa: PLC0415
+
+    keys = _keys(CHAIN_BLOCKS)
+    pool = BlockPool(4 * CHAIN_BLOCKS)
+    blocks, _ = pool.allocate(CHAIN_BLOCKS)
+    for block, key in zip(blocks, keys, strict=True):
+        pool.publish(block, key)
+    pool.release(blocks)
+    small = BlockPool(CHAIN_BLOCKS)
+    times: dict[str, list[float]] = {}
+
+    def timed(what: str, operation: Callable[..., _T], *arguments: object) -> _T:
+        started = time.thread_time()
+        result = operation(*arguments)
+        elapsed_us = (time.thread_time() - started) * 1e6
+        times.setdefault(what, []).append(elapsed_us / CHAIN_BLOCKS)
+        return result
+
+    def publish(held: list[int]) -> None:
+        for block, key in zip(held, keys, strict=True):
+            small.publish(block, key)
+
+    def free_in_halves(held: list[int]) -> None:
+        # The first half makes a hole per block, the second joins two holes with each.
+        pool.release(held[::2])
+        pool.release(held[1::2])
+
+    for _ in range(ROUNDS):
+        timed("match", pool.match, keys)
+        timed("acquire cached blocks", pool.acquire, blocks)
+        timed("share blocks in use", pool.acquire, blocks)
+        timed("release shared blocks", pool.release, blocks)
+        timed("release to the cache", pool.release, blocks)
+        held, _evicted = timed("allocate", pool.allocate, CHAIN_BLOCKS)
+        timed("free", pool.release, held)
+        held, _evicted = pool.allocate(CHAIN_BLOCKS)
+        timed("free scattered", free_in_halves, held)
+        held, _evicted = timed("allocate by eviction", small.allocate, CHAIN_BLOCKS)
+        timed("publish", publish, held)
+        small.release(held)
+    medians = {what: statistics.median(values) for what, values in times.items()}
+    return Measured(max(medians.values()), {what: round(value, 3) for what, value in medians.items()})
+
+
+@entry(
+    "kv.match_512_us",
+    "processor time to admit a sequence whose 512 blocks are all cached, median",
+    "µs",
+    at_most(200),
+)
+def match_512_us() -> float:
+    """Time match and admission through the memory that the engine uses; processor time, as above."""
+    from worker_svc.kv.paged import PagedMemory  # noqa: PLC0415
+    from worker_svc.kv.pool import BlockPool  # noqa: PLC0415
+
+    memory = PagedMemory(BlockPool(4 * CHAIN_BLOCKS), BLOCK_SIZE, 0, 0)
+    keys = _keys(CHAIN_BLOCKS)
+    num_tokens = CHAIN_BLOCKS * BLOCK_SIZE + 1
+    table = memory.admit(memory.match(keys, num_tokens), num_tokens, num_tokens).block_table
+    for block, key in zip(table, keys, strict=False):
+        memory.publish(block, key)
+    memory.release(table)
+    times: list[float] = []
+    for _ in range(ROUNDS):
+        # As they come off the wire: objects that nobody has hashed yet.
+        wire_keys = [bytes(bytearray(key)) for key in keys]
+        started = time.thread_time()
+        placement = memory.admit(memory.match(wire_keys, num_tokens), num_tokens, num_tokens)
+        times.append((time.thread_time() - started) * 1e6)
+        assert placement.cached_tokens == CHAIN_BLOCKS * BLOCK_SIZE
+        memory.release(placement.block_table)
+    return statistics.median(times)
+
+
+@entry(
+    "kv.utilization_paged16",
+    "written over allocated token slots, lengths of 50 to 8000 tokens, blocks of 16, paged",
+    "share",
+    at_least(0.97),
+)
+def utilization_paged16() -> Measured:
+    """Simulate the traffic of `octavo bench fragmentation`."""
+    return _utilization(paged=True)
+
+
+@entry(
+    "kv.utilization_contiguous",
+    "the same with a contiguous reservation of prompt + max_tokens per sequence",
+    "share",
+)
+def utilization_contiguous() -> Measured:
+    """Simulate the traffic of `octavo bench fragmentation`."""
+    return _utilization(paged=False)
+
+
+def _utilization(*, paged: bool) -> Measured:
+    from octavo_lab.fragmentation import Traffic, simulate  # noqa: PLC0415
+
+    usage = simulate(Traffic(), block_size=BLOCK_SIZE, paged=paged)
+    return Measured(
+        usage.utilization,
+        {
+            "mean sequences": round(usage.mean_sequences, 1),
+            "external fragmentation": round(usage.external_fragmentation, 3),
+            "pool in use": round(usage.occupancy, 3),
+        },
+    )
+
+
+def _keys(count: int) -> list[bytes]:
+    return [os.urandom(16) for _ in range(count)]

@@ -1,0 +1,214 @@
+"""Plans as a scheduler makes them, with all that can happen to a sequence, for an engine over a real model.
+
+Tests and the scorecard run the same jobs through runners, disturbed or not, and compare what comes out.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from octavo.protocol.keys import chain, root_key
+from octavo.protocol.steps import Admit, FinishReason, Plan, Report, StepStatus, TokenLogprobs
+from octavo.sampling import SamplingParams
+
+from worker_svc.engine.loop import StepEngine
+from worker_svc.kv.errors import require
+
+ALL: Final = 1 << 30
+NEAR_TIE: Final = 1e-3
+"""Two logits so close may change places from one way of adding to another."""
+Phase = Literal["waiting", "prefill", "decode"]
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """What a client wants, and how far it is."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    choice: int = 0
+    cancel_in: Phase | None = None
+    output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    handle: int | None = None
+    num_left: int = 0
+    """Tokens to prefill."""
+    num_sealed: int = 0
+    ended: FinishReason | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt + self.output
+
+    @property
+    def phase(self) -> Phase:
+        """Where it is, once it is on the worker."""
+        if not self.num_left:
+            return "decode"
+        return "waiting" if self.num_left == len(self.tokens) else "prefill"
+
+
+class PlanWorkload:
+    """Runs jobs on one engine. With `disturb`, chunks, skips, preemptions and arrivals are random."""
+
+    def __init__(self, engine: StepEngine, block_size: int, max_num_seqs: int, seed: int = 0) -> None:
+        self._engine = engine
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._random = random.Random(seed)
+        self._root = root_key("workload", "", str(seed), block_size, b"")
+        self._next_step = 1
+        self._next_handle = 1
+        self.seen: Counter[str] = Counter()
+        """What came to pass, and how often."""
+
+    def run(self, jobs: Sequence[Job], *, disturb: bool, most: int = 48) -> None:
+        """Run until every job has ended; nothing is left on the engine then.
+
+        Args:
+            jobs: their output and logprobs are filled in.
+            disturb: whether anything but plain execution happens.
+            most: tokens of the largest random chunk.
+        """
+        waiting = list(jobs)
+        live: dict[int, Job] = {}
+        while waiting or live:
+            plan = self._plan(waiting, live, disturb=disturb, most=most)
+            report = self._engine.run_step(plan, time.perf_counter)
+            self._read(plan, report, waiting, live)
+        self._engine.run_step(self._numbered(), time.perf_counter)
+        require("nothing is left", self._engine.num_live == 0, self._engine.num_live)
+
+    def _numbered(self, **parts: Any) -> Plan:
+        plan = Plan(self._next_step, **parts)
+        self._next_step += 1
+        return plan
+
+    def _plan(self, waiting: list[Job], live: dict[int, Job], *, disturb: bool, most: int) -> Plan:
+        chance = self._random.random
+        release = []
+        for handle, job in live.items():
+            if job.cancel_in == job.phase:
+                job.ended = FinishReason.CANCELLED
+                self.seen[f"cancelled in {job.phase}"] += 1
+                release.append(handle)
+            elif disturb and len(live) > 1 and chance() < 0.02:
+                self.seen[f"preempted in {job.phase}"] += 1
+                release.append(handle)
+        for handle in release:
+            job = live[handle]
+            job.handle = None
+            if job.ended is None:
+                waiting.append(job)
+        room = self._max_num_seqs - (len(live) - len(release))
+        if disturb and live:
+            room = min(room, self._random.randint(0, 4))
+        admits = [self._admit(job) for job in waiting[:room]]
+        chunks = [
+            (handle, self._random.randint(1, most) if disturb else ALL)
+            for handle, job in live.items()
+            if job.num_left and handle not in release and not (disturb and chance() < 0.2)
+        ]
+        if not disturb:
+            chunks.extend((admit.handle, ALL) for admit in admits)
+        skip = [
+            handle
+            for handle, job in live.items()
+            if disturb and not job.num_left and handle not in release and chance() < 0.1
+        ]
+        self.seen["skips"] += len(skip)
+        self.seen["mixed steps"] += bool(chunks) and any(not job.num_left for job in live.values())
+        return self._numbered(
+            admit=tuple(admits),
+            prefill=tuple(chunks),
+            skip=tuple(skip),
+            seal=tuple(self._seals(live)),
+            release=tuple(release),
+        )
+
+    def _admit(self, job: Job) -> Admit:
+        job.handle = self._next_handle
+        self._next_handle += 1
+        tokens = job.tokens
+        keys = chain(self._root, tokens, self._block_size)
+        job.num_sealed = len(keys)
+        return Admit(job.handle, tokens, len(job.prompt), job.sampling, job.choice, tuple(keys))
+
+    def _seals(self, live: dict[int, Job]) -> list[tuple[int, int, bytes]]:
+        seals = []
+        for handle, job in live.items():
+            keys = chain(self._root, job.tokens, self._block_size)
+            seals += [(handle, index, keys[index]) for index in range(job.num_sealed, len(keys))]
+            job.num_sealed = len(keys)
+        return seals
+
+    def _read(self, plan: Plan, report: Report, waiting: list[Job], live: dict[int, Job]) -> None:
+        require("steps succeed", report.status is StepStatus.OK, report.errors)
+        planned = {admit.handle: job for admit in plan.admit for job in waiting if job.handle == admit.handle}
+        for admitted in report.admitted:
+            job = live[admitted.handle] = planned[admitted.handle]
+            waiting.remove(job)
+            job.num_left = len(job.tokens) - admitted.cached_tokens - admitted.host_cached_tokens
+            self.seen["resumed"] += bool(job.output)
+            self.seen["prefix hits"] += bool(admitted.cached_tokens)
+            self.seen["host hits"] += bool(admitted.host_cached_tokens)
+        for refused in report.refused:
+            planned[refused.handle].handle = None
+            self.seen["refused"] += 1
+        for handle in report.released:
+            del live[handle]
+        for handle, num_tokens in report.prefilled:
+            live[handle].num_left -= num_tokens
+        for handle, token_id in zip(report.token_handles, report.token_ids, strict=True):
+            live[handle].output.append(token_id)
+            live[handle].logprobs.extend(report.logprobs.get(handle, ()))
+        for finished in report.finished:
+            job = live.pop(finished.handle)
+            job.handle, job.ended = None, finished.reason
+
+
+class Reference:
+    """Greedy decoding as transformers does it, in float32."""
+
+    def __init__(self, model: Any) -> None:
+        """`model` is a causal language model of transformers, in float32."""
+        self._model = model
+
+    def mismatches(self, job: Job) -> tuple[int, int]:
+        """Return how many tokens of a greedy job the model would not have chosen: (unexcused, excused).
+
+        Each token is judged after the tokens before it. One whose logit is as good as the best is
+        excused, see NEAR_TIE.
+        """
+        import torch  # noqa: PLC0415 - heavy
+
+        if not job.output:
+            return 0, 0
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([job.tokens[:-1]])).logits[0, len(job.prompt) - 1 :]
+        chosen = torch.tensor(job.output)
+        gaps = logits.amax(dim=-1) - logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
+        wrong = logits.argmax(dim=-1) != chosen
+        return int((wrong & (gaps >= NEAR_TIE)).sum()), int((wrong & (gaps < NEAR_TIE)).sum())
+
+
+def greedy_jobs(vocab_size: int, count: int, longest: int, max_tokens: int, seed: int = 0) -> list[Job]:
+    """Return jobs with random prompts, of which some share a prefix and some are cancelled."""
+    chooser = random.Random(seed)
+    shared = [chooser.randrange(3, vocab_size) for _ in range(longest // 2)]
+    phases: tuple[Phase, ...] = ("waiting", "prefill", "decode")
+    jobs = []
+    for number in range(count):
+        own = [chooser.randrange(3, vocab_size) for _ in range(chooser.randint(1, longest // 2))]
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        job = Job(shared + own if number % 3 == 0 else own, sampling)
+        if number % 5 == 4:
+            job.cancel_in = phases[number // 5 % 3]
+        jobs.append(job)
+    return jobs

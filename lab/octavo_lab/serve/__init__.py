@@ -1,0 +1,1 @@
+"""`octavo bench serve`: planned traffic against a service."""

@@ -1,0 +1,113 @@
+"""A scheduler core and its simulated workers on one event loop: the shell of a simulated system."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from octavo.protocol.steps import Report
+
+from octavo_lab.sim.clock import EventLoop
+from octavo_lab.sim.host import StepMachine, Timings, WorkerHost
+from octavo_lab.sim.worker import SimWorker, SimWorkerConfig
+from scheduler_svc.core.core import SchedulerCore
+from scheduler_svc.core.effects import DetachWorker, Effect, SendCancel, SendPlan
+from scheduler_svc.core.events import NewRequest, WorkerInfo
+
+
+class Observer(Protocol):
+    """Sees everything that goes into a core and comes out of it."""
+
+    def submitted(self, spec: NewRequest, now: float) -> None:
+        """A request is about to be submitted."""
+
+    def effects(self, effects: list[Effect], now: float) -> None:
+        """An event has had these effects; they are performed next."""
+
+
+class Cell:
+    """Performs the effects of one scheduler core. Several cells may share an event loop."""
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        workers: Iterable[SimWorkerConfig],
+        loop: EventLoop | None = None,
+        observers: Iterable[Observer] = (),
+        timings: Timings | None = None,
+        machine: Callable[[SimWorkerConfig], StepMachine] = SimWorker,
+    ) -> None:
+        self.core = core
+        self.loop = loop or EventLoop()
+        self.hosts: dict[str, WorkerHost] = {}
+        self.observers = list(observers)
+        self._tick_at = math.inf
+        for config in workers:
+            self.add(WorkerHost(config.worker_id, machine(config), self.loop, timings))
+
+    def add(self, host: WorkerHost) -> None:
+        """Start a worker and attach it."""
+        self.hosts[host.worker_id] = host
+        host.start(self)
+
+    # Clients -------------------------------------------------------------------------------------
+
+    def submit(self, spec: NewRequest) -> None:
+        """Submit a request now."""
+        for observer in self.observers:
+            observer.submitted(spec, self.loop.now)
+        self.perform(self.core.submit(spec, self.loop.now))
+
+    def submit_at(self, when: float, spec: NewRequest) -> None:
+        """Submit a request later."""
+        self.loop.at(when, lambda: self.submit(spec))
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request now."""
+        self.perform(self.core.cancel(request_id, self.loop.now))
+
+    def stop_choice(self, request_id: str, choice: int) -> None:
+        """End a choice now, as a stop string does."""
+        self.perform(self.core.stop_choice(request_id, choice, self.loop.now))
+
+    # Workers -------------------------------------------------------------------------------------
+
+    def on_up(self, host: WorkerHost, info: WorkerInfo) -> None:
+        """A session has begun."""
+        self.perform(self.core.worker_up(info, self.loop.now))
+
+    def on_down(self, host: WorkerHost) -> None:
+        """The stream has ended."""
+        self.perform(self.core.worker_down(host.worker_id, self.loop.now))
+
+    def on_draining(self, host: WorkerHost) -> None:
+        """The worker takes nothing new."""
+        self.perform(self.core.worker_draining(host.worker_id, self.loop.now))
+
+    def on_report(self, host: WorkerHost, report: Report) -> None:
+        """A report has arrived."""
+        self.perform(self.core.report(host.worker_id, report, self.loop.now))
+
+    # Effects -------------------------------------------------------------------------------------
+
+    def perform(self, effects: list[Effect]) -> None:
+        """Do what the core wants done, and see to it that it is woken in time."""
+        for observer in self.observers:
+            observer.effects(effects, self.loop.now)
+        for effect in effects:
+            if isinstance(effect, SendPlan):
+                self.hosts[effect.worker_id].send_plan(effect.plan)
+            elif isinstance(effect, SendCancel):
+                self.hosts[effect.worker_id].send_cancel(effect.handles)
+            elif isinstance(effect, DetachWorker):
+                self.hosts[effect.worker_id].close_stream()
+        wake = self.core.next_wakeup()
+        if wake is not None and wake < self._tick_at:
+            self._tick_at = wake
+            self.loop.at(wake, self._tick)
+
+    def _tick(self) -> None:
+        if self.loop.now >= self._tick_at:
+            self._tick_at = math.inf
+            self.perform(self.core.tick(self.loop.now))

@@ -1,0 +1,105 @@
+"""Targets for vegeta, in its JSON format: one line for each request that it is to make.
+
+    octavo bench vegeta-targets --model demo --count 200 > targets.json
+    vegeta attack -format=json -targets=targets.json -rate=20 -duration=10s | vegeta report
+
+vegeta goes through its targets in turn and begins again at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from octavo_lab.command import BenchError
+
+_WORDS: Final = (
+    "the", "of", "a", "in", "river", "stone", "light", "paper", "fold", "sheet", "press", "ink", "book",
+    "time", "when", "they", "made", "letters", "from", "lead", "and", "bound", "pages", "again", "small",
+)  # fmt: skip
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
+    parser.add_argument("--model", required=True, help="model that the requests name")
+    parser.add_argument("--count", type=int, default=100, help="targets to write (default: 100)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line, used in turn")
+    parser.add_argument(
+        "--words", type=int, default=64, help="words of the prompts that are made up (default: 64)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=32, help="output of a request (default: 32)")
+    parser.add_argument("--chat", action="store_true", help="conversations of one turn, not completions")
+    parser.add_argument("--stream", action="store_true", help="ask for server-sent events")
+    parser.add_argument(
+        "--header",
+        action="append",
+        default=[],
+        metavar="NAME:VALUE",
+        help="header of each request, as x-octavo-priority:batch; may be repeated",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts that are made up (default: 1)")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Return the targets, one a line.
+
+    Raises:
+        BenchError: the file of prompts cannot be used, or a header is malformed.
+    """
+    if arguments.count < 1 or arguments.words < 1 or arguments.max_tokens < 1:
+        raise BenchError("--count, --words and --max-tokens must be at least 1")
+    headers = {"Content-Type": ["application/json"]}
+    for text in arguments.header:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip():
+            raise BenchError(f"--header must be NAME:VALUE, got {text!r}")
+        headers.setdefault(name.strip(), []).append(value.strip())
+    path = "/v1/chat/completions" if arguments.chat else "/v1/completions"
+    prompts = _prompts(arguments)
+    lines = []
+    for _ in range(arguments.count):
+        body = json.dumps(_body(next(prompts), arguments)).encode()
+        target = {
+            "method": "POST",
+            "url": arguments.url.rstrip("/") + path,
+            "header": headers,
+            "body": base64.b64encode(body).decode(),
+        }
+        lines.append(json.dumps(target))
+    return "\n".join(lines)
+
+
+def _body(prompt: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    # Every request has the same amount of work, so that a rate means something.
+    body: dict[str, Any] = {
+        "model": arguments.model,
+        "max_tokens": arguments.max_tokens,
+        "ignore_eos": True,
+        "stream": arguments.stream,
+    }
+    if arguments.chat:
+        return {**body, "messages": [{"role": "user", "content": prompt}]}
+    return {**body, "prompt": prompt}
+
+
+def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
+    if arguments.prompts is not None:
+        try:
+            given = [
+                line for line in arguments.prompts.read_text(encoding="utf-8").split("\n") if line.strip()
+            ]
+        except (OSError, UnicodeDecodeError) as error:
+            raise BenchError(f"{arguments.prompts}: {error}") from None
+        if not given:
+            raise BenchError(f"{arguments.prompts} holds no prompt")
+        while True:
+            yield from given
+    chance = random.Random(arguments.seed)
+    while True:
+        yield " ".join(chance.choices(_WORDS, k=arguments.words))

@@ -1,0 +1,200 @@
+"""The public API: protobuf on one side, validated records on the other.
+
+`x_from_proto` checks what can be checked without the model and names every fault at once.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from octavo.protocol.convert import finish_reason_to_proto, logprobs_to_proto
+from octavo.protocol.convert_sampling import ProtocolError, sampling_from_proto
+from octavo.protocol.steps import Priority, TokenLogprobs
+from octavo.sampling import SamplingParams
+from octavo.v1 import common_pb2
+from octavo.v1 import generation_pb2 as pb
+
+from scheduler_svc.core.effects import Accepted, ChoiceTimings, FinishChoice
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.live.calls import (
+    AcceptedAs,
+    ChatPrompt,
+    GenerateCall,
+    ResumedChoice,
+    ServiceTerms,
+    TextPrompt,
+    TokenPrompt,
+)
+
+MAX_REQUEST_ID: Final = 128
+MAX_CACHE_SALT: Final = 1024
+
+Violations = list[tuple[str, str]]
+
+
+def generate_from_proto(message: pb.GenerateRequest) -> GenerateCall:
+    """Return the request.
+
+    Raises:
+        ServiceError: fields are wrong; each is named.
+    """
+    violations: Violations = []
+    if len(message.request_id) > MAX_REQUEST_ID:
+        violations.append(("request_id", f"must have at most {MAX_REQUEST_ID} characters"))
+    sampling = _sampling(message.sampling, violations)
+    call = GenerateCall(
+        request_id=message.request_id or uuid.uuid4().hex,
+        model=message.model,
+        prompt=_prompt(message, violations),
+        sampling=sampling,
+        terms=_terms(message.terms, violations),
+        resumed=_resumed(message.resume, sampling.n or 1, violations),
+        accepted_as=_accepted_as(message, violations),
+        return_token_ids=message.return_token_ids,
+        skip_text=message.skip_text,
+        keep_special_tokens=message.keep_special_tokens,
+    )
+    if violations:
+        raise ServiceError.invalid(*violations)
+    return call
+
+
+def _prompt(message: pb.GenerateRequest, violations: Violations) -> TextPrompt | ChatPrompt | TokenPrompt:
+    match message.WhichOneof("input"):
+        case "text":
+            if not message.text:
+                violations.append(("text", "must not be empty"))
+            return TextPrompt(message.text)
+        case "tokens":
+            if not message.tokens.ids:
+                violations.append(("tokens.ids", "must not be empty"))
+            return TokenPrompt(message.tokens.SerializeToString())
+        case "chat":
+            if not message.chat.messages:
+                violations.append(("chat.messages", "must not be empty"))
+            return ChatPrompt(message.chat.SerializeToString())
+        case None:
+            violations.append(("input", "one of text, tokens and chat must be set"))
+            return TextPrompt("")
+
+
+def _sampling(message: common_pb2.SamplingParams, violations: Violations) -> SamplingParams:
+    try:
+        sampling = sampling_from_proto(message)
+    except ProtocolError as error:
+        violations.append((f"sampling.{error.field}", str(error).removeprefix(f"{error.field}: ")))
+        return SamplingParams()
+    violations += [(f"sampling.{name}", problem) for name, problem in sampling.violations()]
+    return sampling
+
+
+def _terms(message: pb.ServiceTerms, violations: Violations) -> ServiceTerms:
+    def seconds(name: str) -> float | None:
+        return getattr(message, name) / 1000 if message.HasField(name) else None  # type: ignore[arg-type]  # a field's name
+
+    try:
+        priority = Priority(message.priority or Priority.STANDARD)
+    except ValueError:
+        violations.append(("terms.priority", f"unknown value {message.priority}"))
+        priority = Priority.STANDARD
+    for name in ("ttft_deadline_ms", "deadline_ms"):
+        if seconds(name) == 0:
+            violations.append((f"terms.{name}", "must be positive"))
+    if len(message.cache_salt) > MAX_CACHE_SALT:
+        violations.append(("terms.cache_salt", f"must have at most {MAX_CACHE_SALT} characters"))
+    return ServiceTerms(
+        priority=priority,
+        queue_timeout_s=seconds("queue_timeout_ms"),
+        ttft_deadline_s=seconds("ttft_deadline_ms"),
+        deadline_s=seconds("deadline_ms"),
+        cache_salt=message.cache_salt,
+        may_trim=message.may_trim,
+        keep_head_tokens=message.keep_head_tokens,
+        keep_tail_tokens=message.keep_tail_tokens,
+        may_shed=message.may_shed,
+    )
+
+
+def _resumed(
+    messages: Sequence[pb.ResumedChoice], choices: int, violations: Violations
+) -> dict[int, ResumedChoice]:
+    resumed: dict[int, ResumedChoice] = {}
+    for index, message in enumerate(messages):
+        if message.choice >= choices:
+            violations.append(
+                (f"resume[{index}].choice", f"must be below n ({choices}), got {message.choice}")
+            )
+        elif message.choice in resumed:
+            violations.append((f"resume[{index}].choice", f"choice {message.choice} is named twice"))
+        elif message.token_ids:
+            resumed[message.choice] = ResumedChoice(tuple(message.token_ids[:]), message.shown_bytes)
+        elif message.shown_bytes:
+            violations.append((f"resume[{index}].shown_bytes", "there is no text without tokens"))
+    return resumed
+
+
+def _accepted_as(message: pb.GenerateRequest, violations: Violations) -> AcceptedAs | None:
+    if not message.HasField("accepted_as"):
+        return None
+    before = message.accepted_as
+    clamped = before.clamped_max_tokens if before.HasField("clamped_max_tokens") else None
+    if before.prompt_tokens == 0:
+        violations.append(("accepted_as.prompt_tokens", "must be positive"))
+    if clamped == 0:
+        violations.append(("accepted_as.clamped_max_tokens", "must be positive"))
+    return AcceptedAs(before.prompt_tokens, clamped) if message.terms.may_trim else None
+
+
+# Events
+
+
+def accepted_to_proto(accepted: Accepted, *, request_id: str, prompt_tokens: int, seed: int) -> pb.Accepted:
+    """Convert; `request_id` is the client's name for it."""
+    return pb.Accepted(
+        request_id=request_id,
+        queue_position=accepted.queue_position,
+        estimated_wait_ms=(
+            round(accepted.estimated_wait_s * 1000) if accepted.estimated_wait_s is not None else None
+        ),
+        prompt_tokens=prompt_tokens,
+        level=accepted.level,
+        seed=seed,
+    )
+
+
+def timings_to_proto(timings: ChoiceTimings) -> common_pb2.Timings:
+    """Convert; a choice without a token has no TTFT, and 0 stands for it."""
+    return common_pb2.Timings(
+        queue_ms=timings.queue_s * 1000,
+        ttft_ms=(timings.ttft_s or 0.0) * 1000,
+        tpot_ms=timings.tpot_s * 1000,
+        total_ms=timings.total_s * 1000,
+        preemptions=timings.preemptions,
+        recoveries=timings.recoveries,
+    )
+
+
+def fill_finished(message: pb.Finished, finish: FinishChoice, usage: common_pb2.Usage, seed: int) -> None:
+    """Fill in how a choice ended."""
+    message.choice = finish.choice
+    message.reason = finish_reason_to_proto(finish.reason)
+    message.usage.CopyFrom(usage)
+    message.timings.CopyFrom(timings_to_proto(finish.timings))
+    message.seed = seed
+    if finish.stop_token_id is not None:
+        message.stop_token_id = finish.stop_token_id
+    if finish.error is not None:
+        message.error.CopyFrom(ServiceError.from_core(finish.error).to_proto())
+
+
+def add_logprobs(
+    message: pb.Delta, logprobs: Sequence[TokenLogprobs], text_of: Callable[[int], bytes]
+) -> None:
+    """Add the log probabilities of some tokens to a delta, with the text of each token."""
+    for entry in logprobs:
+        proto = logprobs_to_proto(entry)
+        proto.token_bytes = text_of(entry.token_id)
+        proto.top_token_bytes.extend(map(text_of, entry.top_token_ids))
+        message.logprobs.append(proto)

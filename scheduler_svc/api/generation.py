@@ -1,0 +1,138 @@
+"""The public service `octavo.v1.Generation`, but for its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from typing import Final
+
+from octavo.v1 import generation_pb2 as pb
+
+from scheduler_svc.admission.access import presented
+from scheduler_svc.admission.intake import Intake, Stream
+from scheduler_svc.api.parsing import Malformed, accept
+from scheduler_svc.api.rpc import Context, abort, answering, rpc_deadline
+from scheduler_svc.driver import Driver
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.fleet.models import Model, ModelRegistry
+from scheduler_svc.live.outbox import GenerateOutbox
+from scheduler_svc.text.tokenization import Decode, EncodeChat, EncodeText
+from scheduler_svc.text.tokenizer_pool import TokenizerPool
+
+LEVEL_KEY: Final = "octavo-level"
+"""Initial metadata of Generate: the degradation level at admission, 0 to 4."""
+
+
+class GenerationService:
+    """Generate, Tokenize, Detokenize and ListModels."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        driver: Driver,
+        models: ModelRegistry,
+        pool: TokenizerPool,
+        max_backlog_bytes: int,
+    ) -> None:
+        self._intake = intake
+        self._driver = driver
+        self._models = models
+        self._pool = pool
+        self._max_backlog_bytes = max_backlog_bytes
+
+    @answering
+    async def generate(self, request: pb.GenerateRequest | Malformed, context: Context) -> None:
+        """Serve one request; what fails before its first event fails the call."""
+        outbox = GenerateOutbox(self._max_backlog_bytes)
+        now = time.monotonic()
+        key = presented(context.invocation_metadata())
+        stream = Stream(outbox, "generate", rpc_deadline(context, now), key)
+        if not isinstance(request, Malformed):
+            no_room = self._intake.refuse_at_once(request, stream)
+            if no_room is not None:
+                raise no_room
+        record = self._intake.open(stream)
+        if isinstance(request, Malformed):
+            record.end(request.error.reason)
+            raise request.error
+        live = await self._intake.start(request, stream, record)
+        try:
+            await self._write(outbox, context)
+        except asyncio.CancelledError:
+            if outbox.cut:
+                raise ServiceError(
+                    "SLOW_CONSUMER", f"more than {self._max_backlog_bytes} bytes of output were not read"
+                ) from None
+            raise
+        finally:
+            self._driver.cancel(live)
+        if outbox.error is not None:
+            await abort(context, outbox.error)
+
+    @staticmethod
+    async def _write(outbox: GenerateOutbox, context: Context) -> None:
+        await outbox.wait()
+        if outbox.level is not None:
+            await context.send_initial_metadata(((LEVEL_KEY, str(outbox.level)),))
+        while True:
+            await outbox.wait()
+            ended = outbox.ended
+            for event in outbox.take():
+                await context.write(event)
+            if ended:
+                return
+
+    @answering
+    async def tokenize(self, request: pb.TokenizeRequest | Malformed, _: Context) -> pb.TokenizeResponse:
+        """Return the tokens of a text or a conversation."""
+        request = accept(request)
+        model = self._models.find(request.model).model
+        context = model.max_model_len
+        job: EncodeText | EncodeChat
+        match request.WhichOneof("input"):
+            case "text":
+                special = not request.HasField("add_special_tokens") or request.add_special_tokens
+                job = EncodeText(
+                    model.text_key, context, request.text, special, want_pieces=request.return_pieces
+                )
+            case "chat":
+                packed = request.chat.SerializeToString()
+                job = EncodeChat(model.text_key, context, packed, want_pieces=request.return_pieces)
+            case _:
+                raise ServiceError.invalid(("input", "one of text and chat must be set"))
+        encoded = await self._pool.encode(job, request.ByteSize())
+        token_ids = array("I")
+        token_ids.frombytes(encoded.token_ids)
+        return pb.TokenizeResponse(token_ids=token_ids, pieces=encoded.pieces, max_model_len=context)
+
+    @answering
+    async def detokenize(
+        self, request: pb.DetokenizeRequest | Malformed, _: Context
+    ) -> pb.DetokenizeResponse:
+        """Return the text of tokens."""
+        request = accept(request)
+        model = self._models.find(request.model).model
+        packed = pb.TokenIds(ids=request.token_ids).SerializeToString()
+        text = await self._pool.decode(Decode(model.text_key, packed, request.keep_special_tokens))
+        return pb.DetokenizeResponse(text=text)
+
+    @answering
+    async def list_models(
+        self, request: pb.ListModelsRequest | Malformed, _: Context
+    ) -> pb.ListModelsResponse:
+        """Return the models that requests may name."""
+        accept(request)
+        return pb.ListModelsResponse(models=[_model_to_proto(model) for model in self._models])
+
+
+def _model_to_proto(model: Model) -> pb.Model:
+    return pb.Model(
+        id=model.id,
+        revision=model.revision,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        has_chat_template=model.has_chat_template,
+        workers=len(model.workers),
+        adapters=sorted(model.adapters),
+    )

@@ -1,0 +1,229 @@
+"""The service of operators, `octavo.v1.Operations`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Final
+
+import grpc
+from octavo.keys import Role
+from octavo.protocol.convert import keys_from_proto
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import operations_pb2, worker_pb2
+
+from scheduler_svc.admission.access import OPERATIONS, Access, presented
+from scheduler_svc.admission.admission import Admission
+from scheduler_svc.api.parsing import Malformed, accept
+from scheduler_svc.api.rpc import Context, answering
+from scheduler_svc.api.status import StatusBoard
+from scheduler_svc.driver import Driver
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.fleet.models import ModelRegistry
+from scheduler_svc.fleet.pins import Pin, PinBoard, PinPort
+from scheduler_svc.fleet.worker_link import WorkerLink
+from scheduler_svc.fleet.workers import Fleet
+from scheduler_svc.text.tokenization import EncodeChat, EncodeText, KeySpec, TakeTokens
+
+_MIN_INTERVAL_MS: Final = 100
+_WATCH: Final = f"/{OPERATIONS}/WatchStatus"
+
+
+class StatusService:
+    """GetStatus, WatchStatus, Drain, SetFaults and AuditWorkers."""
+
+    def __init__(
+        self,
+        board: StatusBoard,
+        fleet: Fleet,
+        driver: Driver,
+        *,
+        begin_drain: Callable[[float | None], None],
+        access: Access,
+        faults_enabled: bool,
+    ) -> None:
+        self._board = board
+        self._fleet = fleet
+        self._driver = driver
+        self._begin_drain = begin_drain
+        self._access = access
+        self._faults_enabled = faults_enabled
+
+    @answering
+    async def get_status(
+        self, request: operations_pb2.GetStatusRequest | Malformed, _: Context
+    ) -> operations_pb2.GetStatusResponse:
+        """Return the status of the moment."""
+        request = accept(request)
+        status = self._board.status()
+        if request.history:
+            status.history.extend(self._board.history.since(0.0))
+        return operations_pb2.GetStatusResponse(status=status)
+
+    @answering
+    async def watch_status(
+        self, request: operations_pb2.WatchStatusRequest | Malformed, context: Context
+    ) -> None:
+        """Send the status again and again until the client has seen enough."""
+        request = accept(request)
+        interval_ms = request.interval_ms if request.HasField("interval_ms") else 1000
+        if interval_ms < _MIN_INTERVAL_MS:
+            raise ServiceError.invalid(
+                ("interval_ms", f"must be at least {_MIN_INTERVAL_MS}, got {interval_ms}")
+            )
+        seen_until = 0.0 if request.history else math.inf
+        while True:
+            # Its key may be taken away meanwhile.
+            self._access.check(_WATCH, context.invocation_metadata())
+            status = self._board.status()
+            status.history.extend(self._board.history.since(seen_until))
+            if status.history:
+                seen_until = status.history[-1].uptime_s
+            await context.write(operations_pb2.WatchStatusResponse(status=status))
+            await asyncio.sleep(interval_ms / 1000)
+
+    @answering
+    async def drain(
+        self, request: operations_pb2.DrainRequest | Malformed, _: Context
+    ) -> operations_pb2.DrainResponse:
+        """Stop admitting to one worker, or to the scheduler as a whole, which then ends."""
+        request = accept(request)
+        snapshot = self._driver.snapshot()
+        workers = snapshot.workers
+        if request.HasField("worker_id"):
+            link = _known(self._fleet, request.worker_id)
+            if request.HasField("grace_ms"):
+                raise ServiceError.invalid(("grace_ms", "is for the whole scheduler, not with worker_id"))
+            link.drain()
+            workers = tuple(worker for worker in workers if worker.worker_id == request.worker_id)
+        else:
+            self._begin_drain(request.grace_ms / 1000 if request.HasField("grace_ms") else None)
+        return operations_pb2.DrainResponse(
+            running=sum(worker.running for worker in workers),
+            waiting=sum(queue.waiting for queue in snapshot.queues),
+        )
+
+    @answering
+    async def set_faults(
+        self, request: operations_pb2.SetFaultsRequest | Malformed, _: Context
+    ) -> operations_pb2.SetFaultsResponse:
+        """Replace the faults of one worker, or of all."""
+        request = accept(request)
+        if not self._faults_enabled:
+            raise ServiceError("FAULTS_DISABLED", "fault injection was not enabled at start (enable_faults)")
+        links = _links(self._fleet, request.worker_id if request.HasField("worker_id") else None)
+        forwarded = worker_pb2.InjectFaultsRequest(faults=request.faults)
+        try:
+            await asyncio.gather(*(link.inject_faults(forwarded) for link in links))
+        except grpc.aio.AioRpcError as error:
+            raise ServiceError("FAULTS_DISABLED", f"a worker refuses: {error.details()}") from None
+        return operations_pb2.SetFaultsResponse()
+
+    @answering
+    async def audit_workers(
+        self, request: operations_pb2.AuditWorkersRequest | Malformed, _: Context
+    ) -> operations_pb2.AuditWorkersResponse:
+        """Have one worker, or all, verify their books."""
+        request = accept(request)
+        links = _links(self._fleet, request.worker_id if request.HasField("worker_id") else None)
+        audits = await asyncio.gather(*(link.audit() for link in links))
+        return operations_pb2.AuditWorkersResponse(audits=sorted(audits, key=lambda audit: audit.worker_id))
+
+
+class PinService:
+    """PinPrefix and UnpinPrefix."""
+
+    def __init__(
+        self,
+        pins: PinBoard,
+        fleet: Fleet,
+        models: ModelRegistry,
+        admission: Admission,
+        access: Access,
+    ) -> None:
+        self._pins = pins
+        self._fleet = fleet
+        self._models = models
+        self._admission = admission
+        self._access = access
+
+    @answering
+    async def pin_prefix(
+        self, request: operations_pb2.PinPrefixRequest | Malformed, context: Context
+    ) -> operations_pb2.PinPrefixResponse:
+        """Keep the full blocks of a prefix on the device."""
+        request = accept(request)
+        target = self._models.find(request.model)
+        model = target.model
+        if not request.name:
+            raise ServiceError.invalid(("name", "must be set"))
+        tenant = self._access.tenant(presented(context.invocation_metadata()), Role.OPERATOR)
+        if request.HasField("tenant"):
+            named = self._access.named(request.tenant)
+            if named is None:
+                raise ServiceError.invalid(("tenant", "must name a tenant of the key file"))
+            tenant = named
+        root = self._admission.root_key(target, tenant.name, request.cache_salt)
+        keys = KeySpec(root, model.block_size)
+        job: EncodeText | EncodeChat | TakeTokens
+        longest = model.max_model_len
+        match request.WhichOneof("input"):
+            case "text":
+                job = EncodeText(model.text_key, longest, request.text, keys=keys)
+            case "system_prompt":
+                chat = pb.Chat(add_generation_prompt=False)
+                chat.messages.add(role="system", content=request.system_prompt)
+                job = EncodeChat(model.text_key, longest, chat.SerializeToString(), keys)
+            case "tokens":
+                job = TakeTokens(model.text_key, longest, request.tokens.SerializeToString(), keys)
+            case "chat":
+                chat = request.chat
+                if not chat.HasField("add_generation_prompt"):
+                    # The header of an answer would end the prefix where conversations go on.
+                    chat.add_generation_prompt = False
+                job = EncodeChat(model.text_key, longest, chat.SerializeToString(), keys)
+            case _:
+                raise ServiceError.invalid(
+                    ("input", "one of text, tokens, chat and system_prompt must be set")
+                )
+        encoded = await self._admission.encode(job, request.ByteSize())
+        pin = Pin(model.id, request.name, tuple(dict.fromkeys(keys_from_proto(encoded.keys))))
+        tokens = len(encoded.token_ids) // 4
+        if not pin.keys:
+            field = str(request.WhichOneof("input"))
+            raise ServiceError.invalid(
+                (field, f"has {tokens} tokens, less than a block of {model.block_size}")
+            )
+        placement = self._pins.put(pin, self._ports())
+        return operations_pb2.PinPrefixResponse(
+            tokens=tokens,
+            blocks=len(pin.keys),
+            workers=len(placement.workers),
+            without_room=placement.without_room,
+        )
+
+    @answering
+    async def unpin_prefix(
+        self, request: operations_pb2.UnpinPrefixRequest | Malformed, _: Context
+    ) -> operations_pb2.UnpinPrefixResponse:
+        """Let a prefix go."""
+        request = accept(request)
+        model = self._models.find(request.model).model
+        pin = self._pins.remove(model.id, request.name, self._ports())
+        return operations_pb2.UnpinPrefixResponse(blocks=len(pin.keys))
+
+    def _ports(self) -> list[PinPort]:
+        return [link for link in self._fleet if link.attached]
+
+
+def _links(fleet: Fleet, worker_id: str | None) -> list[WorkerLink]:
+    """Return the link to one worker, or to all that are attached."""
+    return [link for link in fleet if link.attached] if worker_id is None else [_known(fleet, worker_id)]
+
+
+def _known(fleet: Fleet, worker_id: str) -> WorkerLink:
+    link = fleet.find(worker_id)
+    if link is None or not link.attached:
+        raise ServiceError("UNKNOWN_WORKER", f"no worker {worker_id!r} is attached")
+    return link

@@ -1,0 +1,188 @@
+"""The gRPC face of the scheduler: methods, health, reflection, channelz, and the options of the port."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from grpc_channelz.v1 import channelz
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from octavo.service.address import AddressTaken, check_address
+from octavo.v1 import generation_pb2, operations_pb2
+
+from scheduler_svc.admission.access import (
+    CHANNELZ,
+    GENERATION,
+    OPERATIONS,
+    Access,
+    AccessInterceptor,
+    presented,
+)
+from scheduler_svc.admission.intake import Intake
+from scheduler_svc.api.generation import GenerationService
+from scheduler_svc.api.operations import PinService, StatusService
+from scheduler_svc.api.parsing import lenient, parse_session
+from scheduler_svc.api.rpc import Context, answering, rpc_deadline
+from scheduler_svc.api.session import Incoming, Session, SessionLimits
+from scheduler_svc.config import MAX_MESSAGE_BYTES
+from scheduler_svc.driver import Driver
+
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),
+    # A dead client is found within half a minute; a live but silent one is left alone for ever.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Clients may ping as often as once a second, whether or not anything is going on.
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Two processes must never share a port by accident.
+    ("grpc.so_reuseport", 0),
+)
+
+
+class SessionService:
+    """Makes a `Session` of each stream, and tells paced ones when there is more room."""
+
+    def __init__(self, intake: Intake, driver: Driver, limits: SessionLimits) -> None:
+        self._intake = intake
+        self._driver = driver
+        self._limits = limits
+        self._sessions: set[Session] = set()
+
+    @answering
+    async def session(self, incoming: AsyncIterator[Incoming], context: Context) -> None:
+        """Serve one stream."""
+        now = time.monotonic()
+        session = Session(
+            self._intake,
+            self._driver,
+            self._limits,
+            rpc_deadline=rpc_deadline(context, now),
+            key=presented(context.invocation_metadata()),
+        )
+        self._sessions.add(session)
+        try:
+            await session.run(incoming, context)
+        finally:
+            self._sessions.discard(session)
+
+    def top_up(self) -> None:
+        """Grant paced sessions what the workers of the moment can take."""
+        for session in self._sessions:
+            session.top_up()
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everything that the port serves."""
+
+    generation: GenerationService
+    sessions: SessionService
+    status: StatusService
+    pins: PinService
+
+
+class SchedulerServer:
+    """The port."""
+
+    def __init__(self, services: Services, max_streams: int, access: Access | None) -> None:
+        self._server = grpc.aio.server(
+            interceptors=() if access is None else (AccessInterceptor(access),),
+            options=_OPTIONS,
+            maximum_concurrent_rpcs=max_streams,
+        )
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lag
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(GENERATION, _generation_methods(services)),
+                grpc.method_handlers_generic_handler(OPERATIONS, _operations_methods(services)),
+            )
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        channelz.add_channelz_servicer(self._server)  # type: ignore[arg-type]  # the stubs lag
+        names = (
+            GENERATION,
+            OPERATIONS,
+            health.SERVICE_NAME,
+            CHANNELZ,
+            reflection.SERVICE_NAME,
+        )
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, and return the port.
+
+        Raises:
+            AddressTaken: it cannot be had.
+        """
+        check_address(host, port)
+        await self.set_serving(serving=False)
+        await self._health.set(OPERATIONS, health_pb2.HealthCheckResponse.SERVING)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise AddressTaken(f"cannot listen on {address}: {error}") from None
+        await self._server.start()
+        return bound
+
+    async def set_serving(self, *, serving: bool) -> None:
+        """Tell health checks whether requests can be served: there is a worker, and no drain.
+
+        `octavo.v1.Operations` is served for as long as the process lives, so that one can also ask
+        whether it does.
+        """
+        status = (
+            health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        for service in ("", GENERATION):
+            await self._health.set(service, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop listening; end what is still open after the grace."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+def _generation_methods(services: Services) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    pb, generation = generation_pb2, services.generation
+    return {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            generation.generate, lenient(pb.GenerateRequest), pb.GenerateEvent.SerializeToString
+        ),
+        "Session": grpc.stream_stream_rpc_method_handler(
+            services.sessions.session, parse_session, pb.SessionEvent.SerializeToString
+        ),
+        "Tokenize": _unary(generation.tokenize, pb.TokenizeRequest, pb.TokenizeResponse),
+        "Detokenize": _unary(generation.detokenize, pb.DetokenizeRequest, pb.DetokenizeResponse),
+        "ListModels": _unary(generation.list_models, pb.ListModelsRequest, pb.ListModelsResponse),
+    }
+
+
+def _operations_methods(services: Services) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    pb, status, pins = operations_pb2, services.status, services.pins
+    return {
+        "GetStatus": _unary(status.get_status, pb.GetStatusRequest, pb.GetStatusResponse),
+        "WatchStatus": grpc.unary_stream_rpc_method_handler(
+            status.watch_status, lenient(pb.WatchStatusRequest), pb.WatchStatusResponse.SerializeToString
+        ),
+        "Drain": _unary(status.drain, pb.DrainRequest, pb.DrainResponse),
+        "AuditWorkers": _unary(status.audit_workers, pb.AuditWorkersRequest, pb.AuditWorkersResponse),
+        "SetFaults": _unary(status.set_faults, pb.SetFaultsRequest, pb.SetFaultsResponse),
+        "PinPrefix": _unary(pins.pin_prefix, pb.PinPrefixRequest, pb.PinPrefixResponse),
+        "UnpinPrefix": _unary(pins.unpin_prefix, pb.UnpinPrefixRequest, pb.UnpinPrefixResponse),
+    }
+
+
+def _unary(
+    method: Callable[..., Any], request: type[Any], response: type[Any]
+) -> grpc.RpcMethodHandler[Any, Any]:
+    return grpc.unary_unary_rpc_method_handler(method, lenient(request), response.SerializeToString)

@@ -1,0 +1,1 @@
+"""Links to workers, the models they serve, pinned prefixes."""

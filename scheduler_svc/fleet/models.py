@@ -1,0 +1,276 @@
+"""The models that workers describe, and what the shell needs of each."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from octavo.protocol.convert import geometry_from_proto
+from octavo.protocol.convert_sampling import sampling_from_proto
+from octavo.sampling import SamplingParams
+from octavo.v1 import worker_pb2
+from tokenizers import Tokenizer
+
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.text.detokenizer import Detokenizer, WindowDetokenizer
+from scheduler_svc.text.tokenization import TextSpec, special_tokens
+from scheduler_svc.text.tokenizer_pool import TokenizerPool
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+# What a request gets that neither says nor finds in the model's generation_config.
+_NEUTRAL: Final = SamplingParams(
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    min_tokens=0,
+    ignore_eos=False,
+    n=1,
+)
+_SCALARS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_tokens",
+    "max_tokens",
+    "ignore_eos",
+    "n",
+    "logprobs",
+)
+
+
+class IncompatibleWorker(Exception):
+    """A worker cannot serve beside the others of its model, or at all; the message says why."""
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """A model and who serves it. Stays when its last worker goes: its requests wait for the next."""
+
+    id: str
+    revision: str
+    kv_dtype: str
+    block_size: int
+    vocab_size: int
+    text_key: str
+    """Names its tokenizer in the tokenizer pool."""
+    has_chat_template: bool
+    eos_token_ids: frozenset[int]
+    defaults: SamplingParams
+    """Complete but for seed, max_tokens and logprobs."""
+    detokenizer: Detokenizer
+    context: dict[str, int] = field(default_factory=dict)
+    """Tokens of the longest sequence, by worker; the last known of those that are away."""
+    claims: set[str] = field(default_factory=set)
+    """Workers that are attached or about to be."""
+    workers: set[str] = field(default_factory=set)
+    """Workers that are attached."""
+    adapters_of: dict[str, frozenset[str]] = field(default_factory=dict)
+    """LoRA adapters by worker; like `context`, also of those that are away."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence that some worker can hold."""
+        present = [tokens for worker, tokens in self.context.items() if worker in self.workers]
+        return max(present or self.context.values())
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """LoRA adapters that some worker has, or had when it was last here: requests wait for its return."""
+        return frozenset().union(*self.adapters_of.values())
+
+    def claims_adapter(self, name: str) -> bool:
+        """Return whether a worker that is attached, or about to be, has this LoRA adapter."""
+        return any(name in self.adapters_of[worker] for worker in self.claims)
+
+    def resolve(self, sampling: SamplingParams) -> SamplingParams:
+        """Fill what a request leaves open from the model's defaults; seed and max_tokens may stay open."""
+        filled: dict[str, Any] = {
+            name: getattr(self.defaults, name) for name in _SCALARS if getattr(sampling, name) is None
+        }
+        return replace(sampling, **filled)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a request asks for: a model, and the LoRA adapter to apply to it, if any."""
+
+    model: Model
+    adapter: str | None = None
+
+
+class ModelRegistry:
+    """All models, by id."""
+
+    def __init__(self, pool: TokenizerPool) -> None:
+        self._pool = pool
+        self._models: dict[str, Model] = {}
+        self._lock = asyncio.Lock()
+        self.fleet_is_tried: Callable[[], bool] = lambda: True
+        """Whether every worker there is has been asked once what it serves."""
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._models.values())
+
+    def peek(self, name: str) -> Model | None:
+        """Return the model that a request means, or None where `find` would raise."""
+        known = self._models.get(name)
+        if known is not None:
+            return known
+        try:
+            return self.find(name).model
+        except ServiceError:
+            return None
+
+    def find(self, name: str) -> Target:
+        """Return what a request means by the name of a model or of an adapter.
+
+        Raises:
+            ServiceError: there is none, or the request has to choose.
+        """
+        if not self._models:
+            raise ServiceError("NO_WORKER", "no worker has connected yet", retry_after_s=1.0)
+        if name in self._models:
+            return Target(self._models[name])
+        if name:
+            owners = [model for model in self if name in model.adapters]
+            if owners:
+                # One whose workers are away may have left the name to another.
+                return Target(max(owners, key=lambda owner: owner.claims_adapter(name)), name)
+            if not self.fleet_is_tried():
+                raise ServiceError(
+                    "NO_WORKER", f"no worker with model {name!r} has connected yet", retry_after_s=1.0
+                )
+        known = ", ".join(sorted([*self._models, *(name for model in self for name in model.adapters)]))
+        if name:
+            raise ServiceError(
+                "UNKNOWN_MODEL",
+                f"no model {name!r} here; there is {known}",
+                violations=[("model", f"must be one of {known}")],
+            )
+        if len(self._models) > 1:
+            raise ServiceError.invalid(("model", f"must be set: there is {known}"))
+        return Target(next(iter(self._models.values())))
+
+    async def claim(self, description: worker_pb2.WorkerDescription) -> Model:
+        """Take note of a worker that is about to be attached, and load its model if that is new.
+
+        Until it is released, no worker that differs from it may serve under the model's name.
+
+        Raises:
+            IncompatibleWorker: it has no usable tokenizer, or differs from those that serve the model.
+        """
+        # One at a time: two workers of a new model must not both load it.
+        async with self._lock:
+            self._check_names(description)
+            known = self._models.get(description.model_id)
+            fresh = _identity(description)
+            if known is None or (not known.claims and _identity_of(known) != fresh):
+                known = self._models[description.model_id] = await self._load(description)
+            elif _identity_of(known) != fresh:
+                raise IncompatibleWorker(
+                    f"it has (revision, kv dtype, block size, vocabulary, tokenizer) {fresh}, "
+                    f"the others have {_identity_of(known)}"
+                )
+            known.context[description.worker_id] = description.max_model_len
+            known.adapters_of[description.worker_id] = frozenset(description.adapters)
+            known.claims.add(description.worker_id)
+            return known
+
+    def _check_names(self, description: worker_pb2.WorkerDescription) -> None:
+        """Refuse a worker under whose names a request could mean two things."""
+        own = description.model_id
+        others = [model for model in self if model.id != own and model.claims]
+        for name in description.adapters:
+            if name == own or any(name == model.id for model in others):
+                raise IncompatibleWorker(f"its adapter {name} has the name of a model")
+            if (owner := next((model for model in others if model.claims_adapter(name)), None)) is not None:
+                raise IncompatibleWorker(f"model {owner.id} has an adapter {name}, too")
+        if any(model.claims_adapter(own) for model in others):
+            raise IncompatibleWorker(f"its model {own} has the name of another model's adapter")
+
+    def release(self, description: worker_pb2.WorkerDescription) -> None:
+        """A worker is not attached any more, or never was."""
+        model = self._models.get(description.model_id)
+        if model is not None:
+            model.claims.discard(description.worker_id)
+
+    async def _load(self, description: worker_pb2.WorkerDescription) -> Model:
+        files = {file.name: file.content for file in description.tokenizer_files}
+        if TOKENIZER_FILE not in files:
+            raise IncompatibleWorker(f"it sends no {TOKENIZER_FILE}")
+        template = description.chat_template if description.HasField("chat_template") else None
+        adds_bos = description.add_bos_token and description.HasField("bos_token_id")
+        spec = TextSpec(
+            model=_text_key(description),
+            tokenizer_json=files[TOKENIZER_FILE],
+            chat_template=template,
+            special_tokens=dict(description.special_tokens),
+            bos_token_id=description.bos_token_id if adds_bos else None,
+            vocab_size=description.vocab_size,
+        )
+        try:
+            detokenizer: Detokenizer | None = await self._pool.load(spec)
+        except ServiceError as error:
+            raise IncompatibleWorker(error.message) from None
+        if detokenizer is None:
+            detokenizer = await asyncio.to_thread(_window_detokenizer, spec.tokenizer_json)
+        return Model(
+            id=description.model_id,
+            revision=description.revision,
+            kv_dtype=description.kv_dtype,
+            block_size=geometry_from_proto(description.geometry).block_size,
+            vocab_size=description.vocab_size,
+            text_key=spec.model,
+            has_chat_template=template is not None,
+            eos_token_ids=frozenset(description.eos_token_ids),
+            defaults=_complete(sampling_from_proto(description.generation_defaults)),
+            detokenizer=detokenizer,
+        )
+
+
+def _window_detokenizer(tokenizer_json: bytes) -> WindowDetokenizer:
+    tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    return WindowDetokenizer(tokenizer, special_tokens(tokenizer))
+
+
+def _complete(defaults: SamplingParams) -> SamplingParams:
+    filled = {name: getattr(_NEUTRAL, name) for name in _SCALARS if getattr(defaults, name) is None}
+    return replace(defaults, **filled)
+
+
+def _text_key(description: worker_pb2.WorkerDescription) -> str:
+    """Return a name that changes with anything that text handling depends on."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in description.tokenizer_files:
+        digest.update(file.name.encode() + b"\0" + file.content)
+    digest.update(description.chat_template.encode())
+    digest.update(repr(sorted(description.special_tokens.items())).encode())
+    digest.update(repr((description.add_bos_token, description.bos_token_id)).encode())
+    return f"{description.model_id}#{digest.hexdigest()}"
+
+
+def _identity(description: worker_pb2.WorkerDescription) -> tuple[object, ...]:
+    """Return what all workers of one model must share: it decides what a block's key stands for."""
+    return (
+        description.revision,
+        description.kv_dtype,
+        description.geometry.block_size,
+        description.vocab_size,
+        _text_key(description),
+    )
+
+
+def _identity_of(model: Model) -> tuple[object, ...]:
+    return (model.revision, model.kv_dtype, model.block_size, model.vocab_size, model.text_key)

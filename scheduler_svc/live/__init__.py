@@ -1,0 +1,1 @@
+"""Live requests: their choices, what their clients are sent, their accounts."""

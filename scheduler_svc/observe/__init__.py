@@ -1,0 +1,1 @@
+"""What the scheduler tells about itself: metrics, history, recent figures."""

@@ -1,0 +1,1 @@
+"""Tokenizing, detokenizing, chat templates, stop strings, trimming."""

@@ -1,0 +1,152 @@
+"""What is asked before a request is tokenized: estimates, what is on its way, and whom it lets through."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from octavo.v1 import generation_pb2 as pb
+
+from scheduler_svc.admission.load import Limits, LoadGate
+from scheduler_svc.api.convert import generate_from_proto
+from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.core.admission import Ask
+from scheduler_svc.core.errors import CoreError, Reason
+from scheduler_svc.core.overload import Caps
+from scheduler_svc.driver import Driver
+from scheduler_svc.fleet.models import Model, ModelRegistry
+from scheduler_svc.live.calls import GenerateCall, ResumedChoice, ServiceTerms, TextPrompt
+from scheduler_svc.text.trimming import TrimSpec
+
+
+class Models:
+    """A registry with one model."""
+
+    def __init__(self) -> None:
+        self.model = cast("Model", type("Known", (), {"id": "m"})())
+
+    def peek(self, name: str) -> Model | None:
+        return self.model if name in {"", "m"} else None
+
+
+class Core:
+    """A driver that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asks: list[Ask] = []
+        self.error: CoreError | None = None
+        self.limits: Caps | None = None
+
+    def refusal_for_load(self, model: str, ask: Ask) -> CoreError | None:
+        assert model == "m"
+        self.asks.append(ask)
+        return self.error
+
+    def caps(self, model: str) -> Caps | None:
+        return self.limits
+
+
+def gate() -> tuple[LoadGate, Core, Models]:
+    core, models = Core(), Models()
+    settings = SchedulerSettings.load({"queue_timeout_standard_s": 7.0})
+    return LoadGate(cast("ModelRegistry", models), cast("Driver", core), settings), core, models
+
+
+def ask(load: LoadGate, core: Core, message: pb.GenerateRequest, **fields: Any) -> Ask:
+    load.refusal(message, 100.0, **{"tenant": "t", "paced": False, **fields})
+    return core.asks[-1]
+
+
+def test_request_is_asked_for_with_its_class_its_deadlines_and_about_its_tokens() -> None:
+    load, core, _ = gate()
+    plain = ask(load, core, pb.GenerateRequest(text="x" * 400))
+    assert (plain.tenant, plain.queue_deadline, plain.ttft_deadline, plain.deadline) == (
+        "t",
+        107.0,
+        None,
+        None,
+    )
+    assert plain.prompt_tokens == pytest.approx(100, abs=2)
+    terms = {"priority": 1, "ttft_deadline_ms": 500, "deadline_ms": 2000, "may_shed": True}
+    hurried = ask(load, core, pb.GenerateRequest(tokens=pb.TokenIds(ids=range(33)), terms=terms))
+    assert (hurried.queue_deadline, hurried.ttft_deadline, hurried.deadline) == (101.5, 100.5, 102.0)
+    assert (hurried.prompt_tokens, hurried.may_shed) == (33, True)
+
+
+def test_estimate_follows_what_prompts_turn_out_to_be() -> None:
+    load, core, models = gate()
+    message = pb.GenerateRequest(text="x" * 400)
+    for _ in range(100):
+        pending = load.enter(message)
+        pending.learn(400)
+        pending.close()
+    assert load.estimate(message, models.model) == pytest.approx(400, rel=0.02)
+    core.limits = Caps(prompt_tokens=64, max_tokens=16)
+    assert load.estimate(message, models.model) == pytest.approx(400, rel=0.02)
+    trimmed = pb.GenerateRequest(text="x" * 400, terms={"may_trim": True})
+    assert load.estimate(trimmed, models.model) == 64
+
+
+def test_what_is_being_tokenized_counts_until_it_is_with_the_core() -> None:
+    load, core, _ = gate()
+    message = pb.GenerateRequest(tokens=pb.TokenIds(ids=range(10)))
+    first, second = load.enter(message), load.enter(message)
+    waiting = ask(load, core, message)
+    assert (waiting.pending_requests, waiting.pending_tokens) == (2, 20)
+    first.close()
+    first.close()
+    assert ask(load, core, message).pending_requests == 1
+    second.close()
+    assert ask(load, core, message).pending_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "terms", "paced"),
+    [({"model": "other"}, {}, False), ({}, {"priority": 99}, False), ({}, {}, True)],
+)
+def test_request_that_is_wrong_in_itself_or_paced_is_let_through(
+    fields: dict[str, Any], terms: dict[str, Any], paced: bool
+) -> None:
+    load, core, _ = gate()
+    core.error = CoreError(Reason.QUEUE_FULL, "full")
+    message = pb.GenerateRequest(text="x", terms=terms, **fields)
+    assert load.refusal(message, 0.0, tenant="t", paced=paced) is None
+    refused = load.refusal(pb.GenerateRequest(text="x"), 0.0, tenant="t", paced=False)
+    assert refused is not None
+    assert refused.reason == "QUEUE_FULL"
+
+
+def test_only_what_may_be_trimmed_and_does_not_resume_is_cut() -> None:
+    load, core, models = gate()
+    core.limits = Caps(prompt_tokens=64, max_tokens=16)
+    terms = ServiceTerms(may_trim=True, keep_head_tokens=3, keep_tail_tokens=5)
+    call = GenerateCall("r", "", TextPrompt("x"), sampling=cast("Any", None), terms=terms)
+    limits = load.limits(call, models.model)
+    assert limits is not None
+    assert (limits.trim.max_tokens, limits.trim.keep_head, limits.trim.keep_tail) == (64, 3, 5)
+    assert limits.max_tokens == 16
+    resumed = GenerateCall(
+        "r", "", TextPrompt("x"), cast("Any", None), terms, resumed={0: ResumedChoice((1,), 0)}
+    )
+    assert load.limits(resumed, models.model) is None
+    plain = GenerateCall("r", "", TextPrompt("x"), cast("Any", None))
+    assert load.limits(plain, models.model) is None
+    core.limits = None
+    assert load.limits(call, models.model) is None
+
+
+@pytest.mark.parametrize("caps", [None, Caps(prompt_tokens=64, max_tokens=16)])
+def test_what_was_accepted_before_is_cut_as_it_was_then_whatever_the_load(caps: Caps | None) -> None:
+    load, core, models = gate()
+    core.limits = caps
+    terms = {"may_trim": True, "keep_head_tokens": 3}
+    accepted_as = {"prompt_tokens": 30, "clamped_max_tokens": 5}
+    message = pb.GenerateRequest(text="x" * 400, terms=terms, accepted_as=accepted_as)
+    assert load.estimate(message, models.model) == 30
+    limits = load.limits(generate_from_proto(message), models.model)
+    assert limits == Limits(TrimSpec(30, keep_head=3), 5)
+    message.accepted_as.ClearField("clamped_max_tokens")
+    limits = load.limits(generate_from_proto(message), models.model)
+    assert limits == Limits(TrimSpec(30, keep_head=3), None)
+    message.terms.may_trim = False
+    assert load.limits(generate_from_proto(message), models.model) is None

@@ -1,0 +1,229 @@
+"""A live request between the core's effects and its client's outbox."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from octavo.protocol.steps import FinishReason
+from octavo.sampling import SamplingParams
+from octavo.v1 import common_pb2
+from octavo.v1 import generation_pb2 as pb
+from tokenizers import Tokenizer
+
+from scheduler_svc.admission.admission import Admitted
+from scheduler_svc.core import (
+    Accepted,
+    ChoiceTimings,
+    CoreError,
+    FinishChoice,
+    NewRequest,
+    Reason,
+    TokenDelta,
+)
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.fleet.models import Model
+from scheduler_svc.live.accounts import Accounts
+from scheduler_svc.live.calls import GenerateCall, ResumedChoice, TextPrompt
+from scheduler_svc.live.outbox import Outbox, SessionOutbox
+from scheduler_svc.live.requests import LiveRequest
+from scheduler_svc.observe.metrics import Metrics
+from scheduler_svc.text.tokenization import make_table
+from worker_svc.runner.sim import byte_level_tokenizer
+
+TOKENIZER = Tokenizer.from_str(byte_level_tokenizer())
+EOS = 2
+TIMINGS = ChoiceTimings(0.1, 0.2, 0.01, 0.5, 0, 0)
+
+
+def tokens(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text).ids)
+
+
+def live_request(
+    outbox: Outbox,
+    *,
+    resumed: dict[int, ResumedChoice] | None = None,
+    call: dict[str, Any] | None = None,
+    **fields: Any,
+) -> LiveRequest:
+    table = make_table(TOKENIZER)
+    assert table is not None
+    model = Model("m", "r", "kv", 16, 259, "m", True, frozenset({EOS}), SamplingParams(), table)
+    sampling = SamplingParams(**{"n": 1, "seed": 7, "max_tokens": 100, **fields})
+    request = NewRequest(request_id="r#1", model="m", prompt_token_ids=list(tokens("hi")), sampling=sampling)
+    generate = GenerateCall("r", "", TextPrompt("hi"), sampling, resumed=resumed or {}, **(call or {}))
+    record = Accounts(Metrics(), time.monotonic).open("session")
+    return LiveRequest(generate, Admitted(request, model), outbox, record)
+
+
+def feed(live: LiveRequest, text: str, *, choice: int = 0, hide_last: bool = False) -> bool:
+    delta = TokenDelta("r#1", choice, tokens(text), None)
+    return live.on_tokens(delta, time.monotonic(), {}, hide_last=hide_last)
+
+
+def finish(reason: FinishReason, *, choice: int = 0, last: bool = True, **fields: Any) -> FinishChoice:
+    given: dict[str, Any] = {"stop_token_id": None, "cached_tokens": 0, "completion_tokens": 0, "error": None}
+    return FinishChoice("r#1", choice, reason, timings=TIMINGS, last=last, **{**given, **fields})
+
+
+@pytest.fixture
+async def outbox() -> SessionOutbox:
+    return SessionOutbox(limit_bytes=1 << 20)
+
+
+async def test_deltas_merge_while_their_client_is_behind(outbox: SessionOutbox) -> None:
+    live = live_request(outbox, n=2, call={"return_token_ids": True})
+    for word in ("one ", "two ", "three"):
+        feed(live, word, choice=0)
+        feed(live, word, choice=1)
+    events = outbox.take().events
+    assert [(event.delta.choice, event.delta.text) for event in events] == [
+        (0, "one two three"),
+        (1, "one two three"),
+    ]
+    assert list(events[0].delta.token_ids) == list(tokens("one two three"))
+    feed(live, "!")
+    assert [event.delta.text for event in outbox.take().events] == ["!"]
+
+
+async def test_merged_delta_is_bounded(outbox: SessionOutbox) -> None:
+    live = live_request(outbox, max_tokens=100_000)
+    for _ in range(100):
+        feed(live, "x" * 100)
+    texts = [event.delta.text for event in outbox.take().events]
+    assert "".join(texts) == "x" * 10_000
+    assert max(map(len, texts)) <= 4096
+
+
+async def test_output_beyond_the_limit_cuts_the_stream() -> None:
+    outboxes = []
+
+    async def write() -> None:
+        outboxes.append(SessionOutbox(limit_bytes=1000))
+        await asyncio.Event().wait()
+
+    writer = asyncio.create_task(write())
+    await asyncio.sleep(0)
+    live = live_request(outboxes[0])
+    for _ in range(20):
+        feed(live, "x" * 100)
+    with pytest.raises(asyncio.CancelledError):
+        await writer
+    assert outboxes[0].cut
+
+
+async def test_token_that_stopped_a_choice_is_counted_but_not_shown(outbox: SessionOutbox) -> None:
+    live = live_request(outbox, stop_token_ids=tokens("!"), call={"return_token_ids": True})
+    feed(live, "done!", hide_last=True)
+    live.on_finish(finish(FinishReason.STOP, stop_token_id=tokens("!")[0]))
+    delta, finished = (event for event in outbox.take().events)
+    assert (delta.delta.text, len(delta.delta.token_ids)) == ("done", 5)
+    assert finished.finished.usage.completion_tokens == 5
+    assert live.ended
+
+
+async def test_stop_string_wins_over_a_limit_reached_by_the_same_token(outbox: SessionOutbox) -> None:
+    live = live_request(outbox, stop=("END",))
+    assert not feed(live, "the EN")
+    assert feed(live, "D")
+    live.on_finish(finish(FinishReason.LENGTH))
+    events = outbox.take().events
+    assert "".join(event.delta.text for event in events) == "the "
+    assert events[-1].finished.reason == common_pb2.FINISH_REASON_STOP
+    assert events[-1].finished.stop == "END"
+
+
+async def test_tokens_past_a_stop_string_are_neither_shown_nor_billed(outbox: SessionOutbox) -> None:
+    live = live_request(outbox, stop=("END",), call={"return_token_ids": True})
+    assert feed(live, "the END and more")
+    assert not feed(live, "still more")
+    assert live.over() == [0]
+    live.on_finish(finish(FinishReason.STOP))
+    events = outbox.take().events
+    assert sum(len(event.delta.token_ids) for event in events) == len("the END")
+    assert events[-1].finished.usage.completion_tokens == len("the END")
+
+
+async def test_stop_strings_do_not_count_before_min_tokens(outbox: SessionOutbox) -> None:
+    live = live_request(outbox, stop=("b",), min_tokens=3)
+    assert not feed(live, "abc")
+    assert feed(live, "ab")
+    assert "".join(event.delta.text for event in outbox.take().events) == "abca"
+
+
+async def test_text_is_not_shown_to_a_client_that_wants_none(outbox: SessionOutbox) -> None:
+    live = live_request(outbox, stop=("b",), call={"skip_text": True, "return_token_ids": True})
+    assert feed(live, "aab")
+    events = outbox.take().events
+    assert [event.delta.text for event in events] == [""]
+    assert len(events[0].delta.token_ids) == 3
+
+
+async def test_failure_is_told_once_however_it_ends(outbox: SessionOutbox) -> None:
+    live = live_request(outbox)
+    ended = []
+    live.on_end = lambda: ended.append(True)
+    error = CoreError(Reason.DEADLINE_RUNNING, "too late", metadata={"phase": "decode"})
+    live.on_finish(finish(FinishReason.DEADLINE, error=error))
+    live.fail(ServiceError("INTERNAL", "again"))
+    assert [event.WhichOneof("event") for event in outbox.take().events] == ["finished"]
+    assert ended == [True]
+    other = live_request(outbox)
+    other.fail(ServiceError("QUEUE_FULL", "no"))
+    assert [event.error.reason for event in outbox.take().events] == ["QUEUE_FULL"]
+
+
+async def test_others_get_a_turn_while_many_choices_are_resumed(outbox: SessionOutbox) -> None:
+    live = live_request(outbox, n=9, resumed={index: ResumedChoice(tokens("abc"), 1) for index in range(9)})
+    resuming = asyncio.create_task(live.resume())
+    turns = 0
+    while not resuming.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns >= 9
+
+
+async def test_accepted_names_the_seed_and_shows_what_a_resumed_client_lacks(outbox: SessionOutbox) -> None:
+    resumed = {0: ResumedChoice(tokens("héllo w"), len("hé".encode()))}
+    live = live_request(outbox, resumed=resumed)
+    await live.resume()
+    live.on_accepted(Accepted("r#1", 3, 0.25))
+    feed(live, "orld")
+    accepted, delta = outbox.take().events
+    assert accepted.accepted == pb.Accepted(
+        request_id="r", queue_position=3, estimated_wait_ms=250, prompt_tokens=2, seed=7
+    )
+    assert delta.delta.text == "llo world"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "token_ids", "reason"),
+    [
+        ({}, (*tokens("ab"), EOS), FinishReason.STOP),
+        ({"stop_token_ids": tokens("b")}, tokens("ab"), FinishReason.STOP),
+        ({"stop": ("b",)}, tokens("ab"), FinishReason.STOP),
+        ({"max_tokens": 2}, tokens("ab"), FinishReason.LENGTH),
+        ({"ignore_eos": True}, (*tokens("ab"), EOS), None),
+    ],
+)
+async def test_resumed_choice_that_was_complete_is_over(
+    outbox: SessionOutbox, sampling: dict[str, Any], token_ids: tuple[int, ...], reason: FinishReason | None
+) -> None:
+    live = live_request(outbox, resumed={0: ResumedChoice(token_ids, 0)}, **sampling)
+    await live.resume()
+    assert live.over() == ([0] if reason is not None else [])
+    live.on_finish(finish(reason or FinishReason.LENGTH))
+    message = outbox.take().events[-1].finished
+    assert FinishReason(message.reason) == (reason or FinishReason.LENGTH)
+    assert message.usage.completion_tokens == len(token_ids)
+
+
+@pytest.mark.parametrize("shown_bytes", [4, 2])
+async def test_resumed_text_that_cannot_be_is_refused(outbox: SessionOutbox, shown_bytes: int) -> None:
+    live = live_request(outbox, resumed={0: ResumedChoice(tokens("aé"), shown_bytes)})
+    with pytest.raises(ServiceError) as caught:
+        await live.resume()
+    assert caught.value.violations[0][0] == "resume[0].shown_bytes"

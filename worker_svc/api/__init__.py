@@ -1,0 +1,1 @@
+"""The gRPC face: the server, its sessions with schedulers, conversion, status."""

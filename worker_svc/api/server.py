@@ -1,0 +1,191 @@
+"""The gRPC face of the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import structlog
+from grpc_channelz.v1 import channelz, channelz_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from octavo.protocol.convert import ProtocolError
+from octavo.protocol.transport import SERVER_OPTIONS
+from octavo.service.address import AddressTaken, check_address
+from octavo.v1 import worker_pb2, worker_pb2_grpc
+
+from worker_svc.api.convert import fault_from_proto
+from worker_svc.api.session import HELLO_TIMEOUT_S, Session, Sessions
+from worker_svc.api.status import Refusal, abort, malformed
+from worker_svc.engine.faults import Faults
+
+SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+LOADING_WAIT_S: Final = 10.0
+"""How long `Describe` waits for the model; a scheduler waits a little longer for its answer."""
+Context = grpc.aio.ServicerContext[Any, Any]
+_EXPECTED = {"LOADING", "SCHEDULER_ATTACHED", "STALE_EPOCH", "SUPERSEDED", "DRAINING"}
+"""Refusals in the ordinary course: a standby meets them every second."""
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Business:
+    """What the service needs to serve; it has none while the model loads."""
+
+    description: worker_pb2.WorkerDescription
+    sessions: Sessions
+    faults: Faults | None
+    """None unless fault injection was enabled."""
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """`octavo.v1.Worker`: parses, refuses, and leaves the rest to the session."""
+
+    def __init__(self) -> None:
+        self._business: Business | None = None
+        self._decided = asyncio.Event()
+        """Set once it is known whether there will be any business."""
+
+    def open(self, business: Business) -> None:
+        """Begin to serve."""
+        self._business = business
+        self._decided.set()
+
+    def close(self) -> None:
+        """Let nobody wait any more for the model to be loaded."""
+        self._decided.set()
+
+    def _open_business(self) -> Business:
+        if self._business is None:
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, "LOADING", "the model is being loaded")
+        return self._business
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: Context
+    ) -> worker_pb2.WorkerDescription:
+        """Say what this worker is; whoever asks while the model loads gets the answer once it has."""
+        del request
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOADING_WAIT_S):
+                await self._decided.wait()
+        try:
+            return self._open_business().description
+        except Refusal as refusal:
+            await abort(context, refusal)
+
+    async def Attach(  # type: ignore[override] # reads and writes through the context
+        self, request_iterator: object, context: Context
+    ) -> None:
+        """Serve a scheduler for as long as its stream lives."""
+        del request_iterator
+        session: Session | None = None
+        sessions: Sessions | None = None
+        try:
+            sessions = self._open_business().sessions
+            session = sessions.open(await _read_hello(context))
+            await session.run(context)
+        except Refusal as refusal:
+            level = logging.DEBUG if refusal.reason in _EXPECTED else logging.WARNING
+            log.log(
+                level,
+                "session_refused",
+                reason=refusal.reason,
+                problem=refusal.message,
+                peer=context.peer(),
+            )
+            await abort(context, refusal)
+        finally:
+            if sessions is not None and session is not None:
+                sessions.close(session)
+
+    async def InjectFaults(
+        self, request: worker_pb2.InjectFaultsRequest, context: Context
+    ) -> worker_pb2.InjectFaultsResponse:
+        """Replace the faults in force."""
+        try:
+            faults = self._open_business().faults
+            if faults is None:
+                message = "this worker was started without --enable-faults"
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "FAULTS_DISABLED", message)
+            try:
+                faults.set([fault_from_proto(fault) for fault in request.faults])
+            except ProtocolError as error:
+                raise malformed(error) from None
+            log.warning("faults_injected", kinds=[fault.kind for fault in request.faults])
+            return worker_pb2.InjectFaultsResponse()
+        except Refusal as refusal:
+            await abort(context, refusal)
+
+    async def Audit(self, request: worker_pb2.AuditRequest, context: Context) -> worker_pb2.AuditResponse:
+        """Verify all books at the next step boundary; the worker goes on whatever is found."""
+        try:
+            found = await self._open_business().sessions.audit()
+        except Refusal as refusal:
+            await abort(context, refusal)
+        return worker_pb2.AuditResponse(
+            violation=found.violation, blocks=found.num_blocks, check_ms=found.check_s * 1000
+        )
+
+
+async def _read_hello(context: Context) -> worker_pb2.Hello:
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            message = await context.read()
+    except TimeoutError:
+        raise Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "NO_HELLO", "no Hello came") from None
+    if not isinstance(message, worker_pb2.SchedulerMessage) or message.WhichOneof("message") != "hello":
+        raise Refusal(
+            grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the first message must be Hello"
+        )
+    return message.hello
+
+
+class WorkerServer:
+    """The port: the service, health, reflection and channelz."""
+
+    def __init__(self, service: WorkerService) -> None:
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # the stubs lag
+        worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        channelz.add_channelz_servicer(self._server)  # type: ignore[arg-type] # the stubs lag
+        names = (
+            SERVICE,
+            health.SERVICE_NAME,
+            channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name,
+            reflection.SERVICE_NAME,
+        )
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, not yet serving, and return the port.
+
+        Raises:
+            AddressTaken: it cannot be had.
+        """
+        check_address(host, port)
+        await self.set_serving(serving=False)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise AddressTaken(f"cannot listen on {address}: {error}") from None
+        await self._server.start()
+        return bound
+
+    async def set_serving(self, *, serving: bool) -> None:
+        """Publish through the health service whether work is taken."""
+        status = (
+            health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls and end those that run, after the grace time at the latest."""
+        await self._server.stop(grace_s)

@@ -1,0 +1,339 @@
+"""One scheduler at a time: its session, from Hello to the end of its stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import grpc
+import grpc.aio
+import structlog
+from octavo.protocol.convert import (
+    ProtocolError,
+    geometry_to_proto,
+    keys_from_proto,
+    keys_to_proto,
+    plan_from_proto,
+    report_to_proto,
+)
+from octavo.protocol.convert_pool import pool_to_proto
+from octavo.protocol.steps import PROTOCOL_VERSION, Admit, Plan, PoolReport, Refused, RefuseReason, Report
+from octavo.v1 import worker_pb2
+
+from worker_svc.api.status import Refusal, malformed
+from worker_svc.engine.audit import Audit, audit
+from worker_svc.engine.faults import FaultKind, Faults
+from worker_svc.engine.loop import EngineLoop, StepEngine
+from worker_svc.metrics import Metrics
+from worker_svc.start.sizing import Sizing
+
+KEYS_PER_MESSAGE_BYTES: Final = 2**20
+MAX_WINDOW: Final = 64
+HELLO_TIMEOUT_S: Final = 10.0
+
+Stream = grpc.aio.ServicerContext[worker_pb2.SchedulerMessage, worker_pb2.WorkerMessage]
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a session holds its scheduler to, and says in Welcome."""
+
+    worker_id: str
+    incarnation: str
+    sizing: Sizing
+    vocab_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    adapters: tuple[str, ...] = ()
+    simulated: bool = False
+    num_devices: int = 1
+    """GPUs that compute together; 1 where there is none."""
+
+    def problem_of(self, admit: Admit) -> str | None:
+        """Return why this worker can never run a sequence, or None."""
+        num_tokens = len(admit.token_ids)
+        if num_tokens >= self.sizing.max_model_len:
+            return f"{num_tokens} tokens leave no room in {self.sizing.max_model_len}"
+        highest = max((*admit.sampling.logit_bias, max(admit.token_ids)))
+        if highest >= self.vocab_size:
+            return f"token id {highest} is beyond the vocabulary of {self.vocab_size}"
+        if len(admit.keys) > num_tokens // self.sizing.geometry.block_size:
+            return f"{len(admit.keys)} keys for {num_tokens} tokens"
+        if admit.adapter is not None and admit.adapter not in self.adapters:
+            return f"no adapter {admit.adapter}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The books of the cache when a session starts."""
+
+    device_keys: bytes
+    host_keys: bytes
+    pool: PoolReport
+
+
+class Session:
+    """One scheduler's stream: checks what comes in, keeps the order of what goes out."""
+
+    def __init__(
+        self, hello: worker_pb2.Hello, terms: Terms, loop: EngineLoop, metrics: Metrics, faults: Faults
+    ) -> None:
+        self.scheduler_id = hello.scheduler_id
+        self.epoch = hello.epoch
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the session must end from this side; may hold a Refusal."""
+        self.num_live = 0
+        self.outstanding = 0
+        """Plans that wait for their reports."""
+        self._window = hello.window
+        self._terms = terms
+        self._loop = loop
+        self._metrics = metrics
+        self._faults = faults
+        self._next_step = 1
+        self._draining = False
+        self._closed = False
+        self._turned_away: dict[int, tuple[Refused, ...]] = {}
+        # As many reports as plans may be outstanding, and one Draining.
+        self._outbox: asyncio.Queue[worker_pb2.WorkerMessage | None] = asyncio.Queue()
+
+    async def run(self, stream: Stream) -> None:
+        """Serve the stream until it ends.
+
+        Raises:
+            Refusal: the scheduler broke the protocol, or a newer stream of it has come.
+        """
+        cache = await self._loop.call(_read_cache)
+        for welcome in welcomes(self._terms, cache):
+            await stream.write(worker_pb2.WorkerMessage(welcome=welcome))
+        log.info("session_started", scheduler_id=self.scheduler_id, epoch=self.epoch, window=self._window)
+        reader = asyncio.create_task(self._read(stream))
+        writer = asyncio.create_task(self._write(stream))
+        try:
+            done, _ = await asyncio.wait({reader, writer, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+            for outcome in done:
+                outcome.result()
+        finally:
+            reader.cancel()
+            writer.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+    def supersede(self) -> None:
+        """End this session: a newer stream of the same scheduler has come."""
+        if not self.ended.done():
+            message = "a newer stream of this scheduler has taken over"
+            self.ended.set_exception(Refusal(grpc.StatusCode.ABORTED, "SUPERSEDED", message))
+
+    def drop(self) -> None:
+        """End this session without a reason, as a broken connection would."""
+        if not self.ended.done():
+            message = "the stream was dropped by an injected fault"
+            self.ended.set_exception(Refusal(grpc.StatusCode.UNAVAILABLE, "STREAM_DROPPED", message))
+
+    def drain(self, reason: str) -> None:
+        """Tell the scheduler to send no more; the session ends when its sequences are gone."""
+        self._draining = True
+        self._outbox.put_nowait(worker_pb2.WorkerMessage(draining=worker_pb2.Draining(reason=reason)))
+        self._end_when_drained()
+
+    def close(self) -> None:
+        """Drop what this session left behind, at the next step boundary."""
+        self._closed = True
+        self._loop.discard_plans()
+        dropped = self._loop.call(_drop_all)
+        dropped.add_done_callback(lambda done: self._metrics.observe_dropped(done.result()))
+        if self.ended.done() and not self.ended.cancelled():
+            self.ended.exception()  # seen, even when the stream had broken before
+
+    async def _read(self, stream: Stream) -> None:
+        while True:
+            message = await stream.read()
+            if self._closed or not isinstance(message, worker_pb2.SchedulerMessage):  # or end of stream
+                return
+            kind = message.WhichOneof("message")
+            try:
+                if kind == "plan":
+                    self._on_plan(plan_from_proto(message.plan))
+                elif kind == "cancel":
+                    self._loop.call(partial(_cancel, handles=tuple(message.cancel.handles)))
+                elif kind == "pin":
+                    self._on_pin(message.pin.name, keys_from_proto(message.pin.keys, "pin.keys"))
+                else:
+                    raise ProtocolError("message", f"{kind or 'nothing'} is not expected here")
+            except ProtocolError as error:
+                raise malformed(error, kind or "message") from None
+
+    async def _write(self, stream: Stream) -> None:
+        while (message := await self._outbox.get()) is not None:
+            await stream.write(message)
+
+    def _on_plan(self, plan: Plan) -> None:
+        if plan.step != self._next_step:
+            message = f"plan of step {plan.step} came when step {self._next_step} was due"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "STEP_OUT_OF_ORDER", message)
+        if self.outstanding >= self._window:
+            message = f"plan of step {plan.step} exceeds the window of {self._window}"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "WINDOW_EXCEEDED", message)
+        self._next_step += 1
+        self.outstanding += 1
+        turned_away = tuple(
+            [refused for admit in plan.admit if (refused := self._turn_away(admit)) is not None]
+        )
+        if turned_away:
+            self._turned_away[plan.step] = turned_away
+            handles = {refused.handle for refused in turned_away}
+            plan = replace(plan, admit=tuple([admit for admit in plan.admit if admit.handle not in handles]))
+        self._loop.submit(plan, self._on_report)
+
+    def _turn_away(self, admit: Admit) -> Refused | None:
+        """Return why the engine must not see a sequence: what is wrong with one harms no other."""
+        if self._draining:
+            return Refused(admit.handle, RefuseReason.DRAINING)
+        problem = self._terms.problem_of(admit)
+        return None if problem is None else Refused(admit.handle, RefuseReason.UNSUPPORTED, problem)
+
+    def _on_pin(self, name: str, keys: tuple[bytes, ...]) -> None:
+        self._loop.call(partial(_pin, name=name, keys=keys))
+
+    def _on_report(self, report: Report) -> None:
+        if turned_away := self._turned_away.pop(report.step, ()):
+            report = replace(report, refused=report.refused + turned_away)
+        if self._terms.simulated:
+            report = replace(report, simulated=True)
+        self._metrics.observe(report)
+        if self._closed or self._faults.fires(FaultKind.LOST_REPORT):
+            return
+        if self._faults.fires(FaultKind.STREAM_DROP):
+            self.drop()
+            return
+        self.outstanding -= 1
+        self.num_live = report.live_count
+        self._outbox.put_nowait(worker_pb2.WorkerMessage(report=report_to_proto(report)))
+        self._end_when_drained()
+
+    def _end_when_drained(self) -> None:
+        if self._draining and not self.num_live and not self.outstanding:
+            self._outbox.put_nowait(None)
+
+
+class Sessions:
+    """Holds the one session there may be, and decides who gets it."""
+
+    def __init__(
+        self, terms: Terms, loop: EngineLoop, metrics: Metrics, faults: Faults | None = None
+    ) -> None:
+        self._terms = terms
+        self._loop = loop
+        self._metrics = metrics
+        self._faults = Faults() if faults is None else faults
+        self._current: Session | None = None
+        self._draining = False
+        self.drained = asyncio.Event()
+        """Set once draining and without a session."""
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that live."""
+        return self._current.num_live if self._current else 0
+
+    def open(self, hello: worker_pb2.Hello) -> Session:
+        """Begin a session; the sequences of the one before are gone before its Welcome is sent.
+
+        Raises:
+            Refusal: somebody else is attached, the stream is an old one, or the worker drains.
+        """
+        precondition = grpc.StatusCode.FAILED_PRECONDITION
+        if hello.protocol_version != PROTOCOL_VERSION:
+            message = f"this worker speaks version {PROTOCOL_VERSION}, not {hello.protocol_version}"
+            raise Refusal(precondition, "PROTOCOL_VERSION", message)
+        if not hello.scheduler_id or not 1 <= hello.window <= MAX_WINDOW:
+            message = f"hello: scheduler_id must be set and window in [1, {MAX_WINDOW}]"
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", message)
+        if self._draining:
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the worker is draining")
+        former = self._current
+        if former is not None:
+            if former.scheduler_id != hello.scheduler_id:
+                message = f"scheduler {former.scheduler_id} is attached"
+                raise Refusal(precondition, "SCHEDULER_ATTACHED", message, scheduler_id=former.scheduler_id)
+            if hello.epoch <= former.epoch:
+                message = f"epoch {hello.epoch} is not above {former.epoch}, which is attached"
+                raise Refusal(precondition, "STALE_EPOCH", message)
+            former.supersede()
+            self.close(former)
+        self._current = Session(hello, self._terms, self._loop, self._metrics, self._faults)
+        self._metrics.set_attached(True)
+        return self._current
+
+    def close(self, session: Session) -> None:
+        """End a session; harmless when it has been superseded."""
+        if session is not self._current:
+            return
+        self._current = None
+        self._metrics.set_attached(False)
+        session.close()
+        log.info("session_ended", scheduler_id=session.scheduler_id, epoch=session.epoch)
+        if self._draining:
+            self.drained.set()
+
+    async def audit(self) -> Audit:
+        """Verify the engine's books at the next step boundary."""
+        found = await self._loop.call(audit)
+        if found.violation is not None:
+            log.error("audit_failed", worker_id=self._terms.worker_id, violation=found.violation)
+        return found
+
+    def drain(self, reason: str) -> None:
+        """Take nothing new; `drained` is set when what runs is gone."""
+        self._draining = True
+        if self._current is None:
+            self.drained.set()
+        else:
+            self._current.drain(reason)
+
+
+def welcomes(terms: Terms, cache: Cache) -> Iterator[worker_pb2.Welcome]:
+    """Yield the Welcome, in as many messages as the keys take."""
+    size = KEYS_PER_MESSAGE_BYTES
+    chunks = max(1, -(-len(cache.device_keys) // size), -(-len(cache.host_keys) // size))
+    for index in range(chunks):
+        part = slice(index * size, (index + 1) * size)
+        yield worker_pb2.Welcome(
+            worker_id=terms.worker_id,
+            incarnation=terms.incarnation,
+            geometry=geometry_to_proto(terms.sizing.geometry),
+            max_num_seqs=terms.max_num_seqs,
+            max_num_batched_tokens=terms.max_num_batched_tokens,
+            device_keys=cache.device_keys[part],
+            host_keys=cache.host_keys[part],
+            last=index == chunks - 1,
+            pool=pool_to_proto(cache.pool),
+        )
+
+
+def _read_cache(engine: StepEngine) -> Cache:
+    device_keys, host_keys = engine.welcome_keys()
+    return Cache(keys_to_proto(device_keys), keys_to_proto(host_keys), engine.pool_report())
+
+
+def _cancel(engine: StepEngine, handles: tuple[int, ...]) -> None:
+    engine.cancel(handles)
+
+
+def _pin(engine: StepEngine, name: str, keys: tuple[bytes, ...]) -> None:
+    if not keys:
+        log.info("prefix_unpinned", name=name, freed_blocks=engine.unpin(name))
+        return
+    outcome = engine.pin(name, keys)
+    event = "prefix_pinned" if outcome.accepted else "pin_refused"
+    log.info(event, name=name, wanted_blocks=outcome.wanted_blocks, held_blocks=outcome.held_blocks)
+
+
+def _drop_all(engine: StepEngine) -> PoolReport:
+    engine.drop_all()
+    return engine.pool_report()

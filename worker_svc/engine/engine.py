@@ -1,0 +1,341 @@
+"""The engine: applies plans, runs steps, makes reports. No I/O, no clock of its own, one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from octavo.protocol.steps import (
+    Admit,
+    Admitted,
+    Plan,
+    PoolReport,
+    Priority,
+    Refused,
+    RefuseReason,
+    Report,
+    StallReason,
+    StepStatus,
+)
+
+from worker_svc.engine.execution import Outcome, execute
+from worker_svc.engine.faults import FaultKind, Faults
+from worker_svc.engine.live import Live, live_from
+from worker_svc.engine.roster import Roster
+from worker_svc.engine.step import Step, StepTimes
+from worker_svc.engine.tier_copies import TierCopies
+from worker_svc.errors import SettingsError
+from worker_svc.kv.contiguous import ContiguousMemory
+from worker_svc.kv.errors import OutOfBlocks
+from worker_svc.kv.memory import NO_STEP, KvMemory, PinOutcome, Placement, StepUse
+from worker_svc.kv.paged import PagedMemory
+from worker_svc.kv.pool import BlockPool
+from worker_svc.runner.base import ModelRunner, Row, StepBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Limits of a worker and the shape of its KV memory."""
+
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    num_host_blocks: int = 0
+    paged: bool = True
+    pin_budget_blocks: int = 0
+    first_block_id: int = 0
+    """Blocks below it belong to the runner."""
+    promote_blocks_per_step: int = 64
+    """Copies from the host tier that are started in one step, at most."""
+    check_integrity: bool = False
+    """Audit all books after every step."""
+
+    def __post_init__(self) -> None:
+        usable = (self.num_blocks - self.pin_budget_blocks) * self.block_size
+        if usable < self.max_model_len:
+            raise SettingsError(
+                f"({self.num_blocks} blocks - {self.pin_budget_blocks} for pins) x {self.block_size} tokens "
+                f"= {usable}, but one sequence may need {self.max_model_len}"
+            )
+
+
+class Engine:
+    """Runs the sequences of one scheduler, one plan at a time.
+
+    `run_step` is `begin` (what to compute), the runner, and `finish` (what came of it). Each handle
+    that is admitted ends in exactly one of finished and released. Everything is called from one
+    thread, between steps.
+    """
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig, faults: Faults | None = None) -> None:
+        self._runner = runner
+        self._config = config
+        self._faults = Faults() if faults is None else faults
+        self._eos_token_ids = frozenset(config.eos_token_ids)
+        self.memory = _memory_of(config)
+        self._roster = Roster(self.memory, config.block_size)
+        self._copies = TierCopies(runner, self.memory, config.promote_blocks_per_step)
+        self._step = Step(0)
+        self._step_use = NO_STEP
+        self._cancelled: list[int] = []
+        self._cancelled_early: set[int] = set()
+        """Cancelled before the plan that admits them was applied."""
+        self._last_handle = 0
+        self._failed_step: int | None = None
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that live, finished ones that are held included."""
+        return len(self._roster.live)
+
+    @property
+    def digest(self) -> int:
+        """Sum of handle * length over the live sequences, modulo 2^64."""
+        return self._roster.digest
+
+    def cancel(self, handles: Iterable[int]) -> None:
+        """Drop sequences at the next step boundary, those that a plan on its way will admit included."""
+        self._cancelled.extend(handles)
+
+    def pin(self, name: str, keys: Seq[bytes]) -> PinOutcome:
+        """Keep a prefix on the device, in place of what was pinned under this name."""
+        return self.memory.pin(name, keys)
+
+    def unpin(self, name: str) -> int:
+        """End a pin; return how many blocks it held alone."""
+        return self.memory.unpin(name)
+
+    def drop_all(self) -> None:
+        """Drop all sequences and pins and keep the cache; handles and steps start anew.
+
+        A scheduler that attaches sends the pins that it knows before its first plan.
+        """
+        self._roster.drop_all()
+        self.memory.unpin_all()
+        self.memory.drop_abandoned()
+        self._step_use = NO_STEP
+        self._cancelled.clear()
+        self._cancelled_early.clear()
+        self._last_handle = 0
+        self._failed_step = None
+
+    def welcome_keys(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the keys on the device and in the host tier; later key events build on these."""
+        self.memory.take_key_events()
+        return self.memory.cached_keys()
+
+    def pool_report(self) -> PoolReport:
+        """Return the pool's figures of now."""
+        return self.memory.report(self._roster.unused_slots, self._step_use)
+
+    def check_integrity(self) -> None:
+        """Verify every invariant from scratch.
+
+        Raises:
+            IntegrityError: names the invariant that is broken.
+        """
+        self._roster.check_integrity()
+
+    def run_step(self, plan: Plan, clock: Callable[[], float]) -> Report:
+        """Do what a plan says and report.
+
+        Raises:
+            DeviceLost: the process cannot go on.
+        """
+        times = StepTimes(clock)
+        self._copies.poll()
+        batch = self.begin(plan)
+        outcome = Outcome()
+        if batch is not None:
+            began = clock()
+            self._copies.perform(clock)
+            copied = clock()
+            outcome = execute(self._runner, batch)
+            times.execute_s = clock() - copied
+            times.copy_s = copied - began
+        report = self.finish(outcome, times)
+        if self._config.check_integrity:
+            self.check_integrity()
+        return report
+
+    def begin(self, plan: Plan) -> StepBatch | None:
+        """Apply a plan up to the point where the runner computes; None when the plan is skipped."""
+        step = self._step = Step(plan.step)
+        self._release(plan.release, step)
+        if self._failed_step is not None:
+            if plan.resume_after != self._failed_step:
+                step.status = StepStatus.SKIPPED
+                self._skip_admits(plan.admit)
+                return None
+            self._failed_step = None
+        self._roster.take_arrivals()
+        self._roster.take_seals(plan.seal)
+        self._hand_out_blocks(plan, step)
+        self._choose_rows(plan, step)
+        return StepBatch(tuple(step.rows), tuple(step.added), tuple(self._roster.removed))
+
+    def finish(self, outcome: Outcome, times: StepTimes) -> Report:
+        """Settle what the runner computed for the plan begun last, and report."""
+        step, roster = self._step, self._roster
+        step.errors = outcome.errors
+        active = self.memory.num_active
+        roster.dropped_unused_slots = 0
+        if outcome.failed:
+            step.status = StepStatus.FAILED
+            self._failed_step = step.number
+            for sequence in step.added:
+                roster.live[sequence.handle].introduced = False
+        elif step.rows:
+            roster.removed.clear()
+            roster.settle(outcome, step)
+            step.take_logprobs(outcome.logprobs)
+            self.memory.cost.executed(step.num_decodes, step.num_prefill_tokens, times.execute_s * 1e6)
+        self._step_use = StepUse(active, roster.unused_slots + roster.dropped_unused_slots)
+        return step.report(self.memory, self.pool_report(), (len(roster.live), roster.digest), times)
+
+    def _release(self, released: Iterable[int], step: Step) -> None:
+        for handle in self._cancelled:
+            if self._roster.drop(handle):
+                step.released.append(handle)
+            elif handle > self._last_handle:
+                self._cancelled_early.add(handle)
+        self._cancelled.clear()
+        for handle in released:
+            if self._roster.drop(handle):
+                step.released.append(handle)
+        self.memory.drop_abandoned()
+
+    def _skip_admits(self, admits: Iterable[Admit]) -> None:
+        for admit in admits:
+            self._last_handle = max(self._last_handle, admit.handle)
+            self._cancelled_early.discard(admit.handle)
+
+    def _hand_out_blocks(self, plan: Plan, step: Step) -> None:
+        """Give blocks to decodes that need one and to new sequences: by priority, then by handle."""
+        skipped = set(plan.skip)
+        demands: list[tuple[Priority, int, Live | Admit]] = [
+            (live.sequence.priority, handle, live)
+            for handle, live in self._roster.starved.items()
+            if handle not in skipped
+        ]
+        demands.extend((admit.priority, admit.handle, admit) for admit in plan.admit)
+        if len(demands) > 1:
+            demands.sort(key=_by_priority)
+        taken: dict[int, tuple[Live, Placement]] = {}
+        for _, handle, demand in demands:
+            if isinstance(demand, Admit):
+                outcome = self._admit(demand, len(taken))
+                if isinstance(outcome, Refused):
+                    step.refused.append(outcome)
+                else:
+                    taken[handle] = outcome
+            elif not self._grow(demand):
+                step.stalled.append((handle, StallReason.NO_BLOCK))
+        for admit in plan.admit:
+            self._last_handle = max(self._last_handle, admit.handle)
+            if admit.handle in taken:
+                self._take_in(admit.handle, *taken[admit.handle], step)
+
+    def _take_in(self, handle: int, live: Live, placement: Placement, step: Step) -> None:
+        self._roster.add(live, placement)
+        step.admitted.append(Admitted(handle, placement.cached_tokens, placement.host_cached_tokens))
+        if handle in self._cancelled_early:
+            self._cancelled_early.discard(handle)
+            self._roster.drop(handle)
+            step.released.append(handle)
+
+    def _grow(self, live: Live) -> bool:
+        try:
+            self._faults.check_allocation()
+            self._roster.grow(live)
+        except OutOfBlocks:
+            return False
+        return True
+
+    def _admit(self, admit: Admit, num_taken: int) -> tuple[Live, Placement] | Refused:
+        """Find room for a new sequence, or say why there is none."""
+        problem = self._problem_of(admit)
+        if problem is not None:
+            return Refused(admit.handle, RefuseReason.UNSUPPORTED, problem)
+        if len(self._roster.live) + num_taken >= self._config.max_num_seqs:
+            return Refused(admit.handle, RefuseReason.MAX_NUM_SEQS)
+        live = live_from(admit, self._eos_token_ids, self._config.max_model_len)
+        num_tokens = len(admit.token_ids)
+        reserve_tokens = admit.reserve_tokens or live.max_len
+        match = self.memory.match(admit.keys, num_tokens)
+        if match.device_blocks and self._faults.fires(FaultKind.EVICTION_RACE):
+            self.memory.evict(self._config.num_blocks)
+        try:
+            self._faults.check_allocation()
+            placement = self.memory.admit(match, num_tokens, reserve_tokens)
+        except OutOfBlocks as error:
+            return Refused(admit.handle, self.memory.refusal, str(error))
+        if not self._config.paged:
+            live.max_len = min(live.max_len, len(placement.block_table) * self._config.block_size)
+        return live, placement
+
+    def _problem_of(self, admit: Admit) -> str | None:
+        """Return what of a sequence this worker cannot do at all."""
+        num_tokens = len(admit.token_ids)
+        if admit.handle <= self._last_handle:
+            return f"handle {admit.handle} is not above {self._last_handle}, which was used"
+        if not 0 < num_tokens < self._config.max_model_len:
+            return f"{num_tokens} tokens in a context of {self._config.max_model_len}"
+        return self._runner.supports(admit.sampling)
+
+    def _choose_rows(self, plan: Plan, step: Step) -> None:
+        """Collect the rows of the step in admission order: the decodes, and chunks of prefills."""
+        chunks = self._chunks_of(plan, step) if plan.prefill else {}
+        skipped = set(plan.skip)
+        rows = step.rows
+        context_tokens = 0
+        for handle, live in self._roster.live.items():
+            sequence = live.sequence
+            if sequence.prefill_done:
+                known = len(sequence.token_ids)
+                if known > live.capacity or handle in skipped:
+                    continue
+                row = live.row
+                row.start = known - 1
+                context_tokens += known
+            elif handle in chunks:
+                start, num_tokens = sequence.num_computed_tokens, chunks[handle]
+                row = Row(sequence, start, num_tokens, start + num_tokens == len(sequence.token_ids))
+            else:
+                continue
+            rows.append(row)
+            if not live.introduced:
+                live.introduced = True
+                step.added.append(sequence)
+        step.num_decodes = len(rows) - len(chunks)
+        step.context_tokens = context_tokens
+
+    def _chunks_of(self, plan: Plan, step: Step) -> dict[int, int]:
+        """Return the tokens to prefill by handle. How many a step may hold is the scheduler's care."""
+        chunks: dict[int, int] = {}
+        for handle, wanted in plan.prefill:
+            live = self._roster.live.get(handle)
+            if live is None or live.sequence.prefill_done:
+                continue
+            if live.arrival is not None:
+                waits = live.arrival.num_missing > 0
+                step.stalled.append((handle, StallReason.PROMOTING if waits else StallReason.NO_BLOCK))
+                continue
+            left = len(live.sequence.token_ids) - live.sequence.num_computed_tokens
+            if wanted > 0:
+                chunks[handle] = min(wanted + live.lost_tokens, left)
+        return chunks
+
+
+def _by_priority(demand: tuple[Priority, int, object]) -> tuple[Priority, int]:
+    return demand[:2]
+
+
+def _memory_of(config: EngineConfig) -> KvMemory:
+    if not config.paged:
+        return ContiguousMemory(config.num_blocks, config.block_size, config.first_block_id)
+    pool = BlockPool(config.num_blocks, config.first_block_id)
+    return PagedMemory(pool, config.block_size, config.num_host_blocks, config.pin_budget_blocks)

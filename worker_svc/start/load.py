@@ -1,0 +1,189 @@
+"""From settings to an engine over a loaded model. Runs in the engine's thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from worker_svc.config import WorkerSettings
+from worker_svc.engine.engine import Engine, EngineConfig
+from worker_svc.engine.faults import Faults, FaultyRunner
+from worker_svc.engine.loop import Loaded
+from worker_svc.errors import SettingsError
+from worker_svc.runner.base import ModelInfo, ModelRunner, Progress
+from worker_svc.start.sizing import size
+
+if TYPE_CHECKING:
+    from worker_svc.start.models import ResolvedModel
+
+
+def load(settings: WorkerSettings, progress: Progress) -> Loaded:
+    """Load the model, size and allocate the KV memory, and build the engine.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded.
+        SettingsError: the settings do not fit the model or the machine.
+    """
+    return build(settings, load_runner(settings, progress))
+
+
+def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
+    """Size and allocate the KV memory of a loaded runner, and build the engine.
+
+    Raises:
+        SettingsError: the settings do not fit the model or the machine.
+    """
+    info = runner.info
+    sizing = size(settings, info, runner.available_kv_bytes)
+    geometry = sizing.geometry
+    try:
+        runner.allocate(geometry.num_blocks, geometry.block_size, geometry.num_host_blocks)
+    except MemoryError as error:
+        raise SettingsError(
+            f"{geometry.num_blocks} device and {geometry.num_host_blocks} host blocks of "
+            f"{geometry.block_bytes / 2**20:.2f} MiB cannot be allocated: {error}"
+        ) from error
+    config = EngineConfig(
+        block_size=geometry.block_size,
+        num_blocks=geometry.num_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=sizing.max_model_len,
+        eos_token_ids=info.eos_token_ids,
+        num_host_blocks=geometry.num_host_blocks,
+        paged=geometry.paged,
+        pin_budget_blocks=geometry.pin_budget_blocks,
+        check_integrity=settings.check_integrity,
+    )
+    if not settings.enable_faults:
+        return Loaded(Engine(runner, config), info, sizing)
+    faults = Faults()
+    return Loaded(Engine(FaultyRunner(runner, faults, Havoc()), config, faults), info, sizing, faults)
+
+
+class Havoc:
+    """What faults do to this process; see `worker_svc.engine.faults.FaultEffects`."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        time.sleep(seconds)
+
+    def hang(self) -> None:
+        """Never come back."""
+        threading.Event().wait()
+
+    def crash(self) -> None:
+        """End the process as the kernel would."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def load_runner(settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    """Load the model with the runner that was asked for; only that one is imported.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded.
+        SettingsError: the runner cannot work with the settings.
+    """
+    match settings.runner:
+        case "torch":
+            return _load_torch(settings, progress)
+        case "vllm":
+            return _load_vllm(settings, progress)
+        case "sim":
+            return _load_sim(settings, progress)
+
+
+# ruff: noqa: PLC0415 - what runners need takes seconds to import, and need not be installed
+
+
+def _load_torch(settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    from worker_svc.start.models import resolve
+
+    # First: a wrong name should not have to wait for torch.
+    model = resolve(settings.model, progress, settings.revision)
+    from worker_svc.runner import torch
+
+    options = torch.TorchOptions(
+        device=settings.device,
+        dtype=settings.dtype,
+        num_threads=settings.num_threads,
+        max_model_len=settings.max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        padded=settings.padded,
+    )
+    return torch.load(model, options, progress)
+
+
+def _load_vllm(settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    from worker_svc.runner.vllm import installed
+    from worker_svc.runner.vllm.gguf_folder import hf_folder_of
+    from worker_svc.runner.vllm.runner import VllmRunner
+    from worker_svc.runner.vllm.settings import VllmSettings, chosen_dtype
+    from worker_svc.start.models import ModelFormat, resolve
+
+    installed.prepare()
+    model = resolve(settings.model, progress, settings.revision, with_code=settings.trust_remote_code)
+    is_gguf = model.format is ModelFormat.GGUF
+    dtype = chosen_dtype(settings.dtype, dequantized=is_gguf)
+    vllm_settings = VllmSettings(
+        model=hf_folder_of(model, dtype, progress) if is_gguf else model.path,
+        dtype=dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        quantization=settings.quantization,
+        enforce_eager=settings.enforce_eager,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        trust_remote_code=settings.trust_remote_code,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        block_size=settings.tokens_per_block,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        args=settings.vllm_args,
+    )
+    return VllmRunner(vllm_settings, _text_info(model, "vllm"), progress)
+
+
+def _load_sim(settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    from worker_svc.runner.sim import BUILT_IN, SimRunner, built_in_model, simulated
+    from worker_svc.runner.steptime import StepTimes, read_profile
+
+    times = StepTimes() if settings.sim_profile is None else read_profile(settings.sim_profile)
+    if settings.model == BUILT_IN:
+        info = built_in_model()
+    else:
+        from worker_svc.start.models import resolve
+
+        info = simulated(_text_info(resolve(settings.model, progress, settings.revision), "sim"))
+    return SimRunner(info, times, settings.sim_speed, padded=settings.padded)
+
+
+def _text_info(model: ResolvedModel, runner: str) -> ModelInfo:
+    """Return what a model's files say of text; the runner fills in what concerns the weights."""
+    from worker_svc.runner.torch.gguf_file import open_gguf
+    from worker_svc.runner.torch.hf_folder import read_json, read_text_side
+    from worker_svc.start.models import ModelFormat
+
+    if model.format is ModelFormat.GGUF:
+        text = open_gguf(model.path).text
+    else:
+        text = read_text_side(model.path, read_json(model.path / "config.json"))
+    return ModelInfo(
+        model_id=model.model_id,
+        revision=model.revision,
+        runner=runner,
+        dtype="",
+        kv_dtype="",
+        vocab_size=0,
+        max_model_len=0,
+        eos_token_ids=text.eos_token_ids,
+        bos_token_id=text.bos_token_id,
+        add_bos_token=text.add_bos_token,
+        generation_defaults=text.generation_defaults,
+        chat_template=text.chat_template,
+        special_tokens=text.special_tokens,
+        tokenizer_files=text.tokenizer_files,
+        kv_bytes_per_token=0,
+    )
