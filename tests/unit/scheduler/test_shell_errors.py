@@ -21,7 +21,7 @@ def test_every_reason_of_the_core_has_a_code() -> None:
 def test_every_reason_that_the_shell_raises_has_a_code() -> None:
     root = Path(scheduler_svc.__file__).parent
     raised = set()
-    for path in root.glob("*.py"):
+    for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 reason = node.args[0] if node.args else None
