@@ -34,9 +34,9 @@ from scheduler_svc.core.events import WorkerInfo
 from scheduler_svc.core.overload import Caps, Level
 from scheduler_svc.core.snapshot import CoreSnapshot
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.live.accounts import Accounts
-from scheduler_svc.live.requests import LiveRequest
-from scheduler_svc.observe.metrics import Metrics
+from scheduler_svc.observe.metrics import SchedulerMetrics
+from scheduler_svc.requests.accounts import Accounts
+from scheduler_svc.requests.state import RequestState
 
 _log = structlog.get_logger()
 
@@ -60,18 +60,18 @@ class WorkerPort(Protocol):
 Command = Callable[[float], list[Effect]]
 
 
-class Driver:
+class CoreDriver:
     """Runs the core."""
 
-    def __init__(self, core: SchedulerCore, accounts: Accounts, metrics: Metrics) -> None:
+    def __init__(self, core: SchedulerCore, accounts: Accounts, metrics: SchedulerMetrics) -> None:
         self._core = core
         self._accounts = accounts
         self._metrics = metrics
         self._clock = accounts.clock
-        self._inbox: deque[tuple[Command, LiveRequest | None]] = deque()
+        self._inbox: deque[tuple[Command, RequestState | None]] = deque()
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._live: dict[str, LiveRequest] = {}
+        self._requests: dict[str, RequestState] = {}
         self._ports: dict[str, WorkerPort] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -81,21 +81,21 @@ class Driver:
 
     # Commands ------------------------------------------------------------------------------------
 
-    def submit(self, live: LiveRequest) -> None:
+    def submit(self, state: RequestState) -> None:
         """Hand a request to the core."""
-        self._live[live.core_id] = live
+        self._requests[state.core_id] = state
         self._idle.clear()
 
         def command(now: float) -> list[Effect]:
-            live.arrived()
-            return self._core.submit(live.request, now)
+            state.on_submit()
+            return self._core.submit(state.request, now)
 
-        self._post(command, live)
+        self._post(command, state)
 
-    def cancel(self, live: LiveRequest) -> None:
+    def cancel(self, state: RequestState) -> None:
         """The client does not want a request any more, or is gone. One that has ended stays ended."""
-        if not live.ended:
-            self._post(lambda now: self._core.cancel(live.core_id, now))
+        if not state.ended:
+            self._post(lambda now: self._core.cancel(state.core_id, now))
 
     def worker_up(self, info: WorkerInfo, port: WorkerPort) -> None:
         """A worker has welcomed us."""
@@ -130,6 +130,7 @@ class Driver:
             return effects
 
         self._post(command)
+        self._accounts.step(worker_id, report.timing)
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -149,7 +150,7 @@ class Driver:
         return self._core.refusal_for_load(model, ask, self._clock())
 
     @property
-    def num_seats(self) -> int:
+    def max_running(self) -> int:
         """Sequences that all workers together can run at once."""
         return self._core.num_seats
 
@@ -174,18 +175,18 @@ class Driver:
             await self._wake.wait()
             self._wake.clear()
             while inbox:
-                command, live = inbox.popleft()
+                command, state = inbox.popleft()
                 self._perform(command(self._clock()))
-                if live is not None:
-                    self._end_what_is_over(live)
+                if state is not None:
+                    self._end_what_is_over(state)
             now = self._clock()
             due = self._core.next_wakeup()
             if due is not None and due <= now:
                 self._perform(self._core.tick(now))
             self._arm()
 
-    def _post(self, command: Command, live: LiveRequest | None = None) -> None:
-        self._inbox.append((command, live))
+    def _post(self, command: Command, state: RequestState | None = None) -> None:
+        self._inbox.append((command, state))
         self._wake.set()
 
     def _arm(self) -> None:
@@ -214,16 +215,16 @@ class Driver:
                 case SendPlan() | SendCancel() | DetachWorker():
                     self._instruct(effect)
                 case Accepted():
-                    self._tell(effect.request_id, LiveRequest.on_accepted, effect)
+                    self._tell(effect.request_id, RequestState.on_accepted, effect)
                 case FinishChoice():
-                    self._tell(effect.request_id, LiveRequest.on_finish, effect)
+                    self._tell(effect.request_id, RequestState.on_finish, effect)
                 case Reject():
-                    self._tell(effect.request_id, LiveRequest.fail, ServiceError.from_core(effect.error))
+                    self._tell(effect.request_id, RequestState.fail, ServiceError.from_core(effect.error))
                 case LogEvent():
                     self._log(effect)
         self._metrics.deliver.observe(self._clock() - started)
         for request_id, choice in stopped:
-            if request_id in self._live:
+            if request_id in self._requests:
                 self._perform(self._core.stop_choice(request_id, choice, self._clock()))
 
     def _instruct(self, effect: SendPlan | SendCancel | DetachWorker) -> None:
@@ -249,58 +250,58 @@ class Driver:
             if isinstance(effect, FinishChoice) and effect.stop_token_id is not None
         }
         now = self._clock()
-        live_requests, gaps, count = self._live, dict[float, int](), 0
+        requests, gaps, count = self._requests, dict[float, int](), 0
         for delta in emit.deltas:
             request_id, choice, token_ids, _ = delta
-            live = live_requests.get(request_id)
-            if live is None:
+            state = requests.get(request_id)
+            if state is None:
                 continue
             count += len(token_ids)
             try:
                 hide_last = (request_id, choice) in last_is_stop
-                if live.on_tokens(delta, now, gaps, hide_last=hide_last):
+                if state.on_tokens(delta, now, gaps, hide_last=hide_last):
                     stopped.append((request_id, choice))
             except Exception:  # noqa: BLE001 - logged; a bug in there harms this request only
-                self._give_up(live)
+                self._give_up(state)
         for last_at, times in gaps.items():
             self._metrics.inter_token.observe(now - last_at, times)
             self._accounts.recent_itl_s.add(now, now - last_at, times)
         self._metrics.output_tokens.inc(count)
         self._accounts.recent_output_tokens.add(now, count)
 
-    def _tell(self, core_id: str, action: Callable[[LiveRequest, Any], None], argument: object) -> None:
+    def _tell(self, core_id: str, action: Callable[[RequestState, Any], None], argument: object) -> None:
         """Tell a live request something; a bug in there harms this request only."""
-        live = self._live.get(core_id)
-        if live is None:
+        state = self._requests.get(core_id)
+        if state is None:
             return
         try:
-            action(live, argument)
+            action(state, argument)
         except Exception:  # noqa: BLE001 - logged
-            self._give_up(live)
-        if live.ended:
+            self._give_up(state)
+        if state.ended:
             self._forget(core_id)
 
-    def _give_up(self, live: LiveRequest) -> None:
-        _log.exception("request_failed", request_id=live.request_id)
-        self._post(lambda now: self._core.cancel(live.core_id, now))
-        live.fail(ServiceError("INTERNAL", "the scheduler failed to handle the output"))
-        self._forget(live.core_id)
+    def _give_up(self, state: RequestState) -> None:
+        _log.exception("request_failed", request_id=state.request_id)
+        self._post(lambda now: self._core.cancel(state.core_id, now))
+        state.fail(ServiceError("INTERNAL", "the scheduler failed to handle the output"))
+        self._forget(state.core_id)
 
     def _forget(self, core_id: str) -> None:
-        self._live.pop(core_id, None)
-        if not self._live:
+        self._requests.pop(core_id, None)
+        if not self._requests:
             self._idle.set()
 
-    def _end_what_is_over(self, live: LiveRequest) -> None:
+    def _end_what_is_over(self, state: RequestState) -> None:
         """A resumed choice may have been complete before; the core is told once it knows the request."""
-        for choice in live.over():
-            self._perform(self._core.stop_choice(live.core_id, choice, self._clock()))
+        for choice in state.over():
+            self._perform(self._core.stop_choice(state.core_id, choice, self._clock()))
 
     def _log(self, event: LogEvent) -> None:
         fields = dict(event.fields)
-        live = self._live.get(str(fields.get("request_id")))
-        if live is not None:
-            fields["request_id"] = live.request_id
+        state = self._requests.get(str(fields.get("request_id")))
+        if state is not None:
+            fields["request_id"] = state.request_id
         if event.name == "worker_lost":
             self._metrics.worker_losses.labels(fields["worker_id"]).inc()
         elif event.name == "level_changed":

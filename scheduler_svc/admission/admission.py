@@ -1,222 +1,128 @@
-"""From a validated call to a request that the core can take."""
+"""Admission: the way of a request from its message to the core, for Generate and Session alike."""
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import hmac
-import secrets
-from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Final
+import itertools
+from collections.abc import Callable
 
-from octavo.protocol.convert import keys_from_proto
-from octavo.protocol.keys import chain, root_key
-from octavo.sampling import SamplingParams
+import structlog
+from octavo.keys import Tenant
+from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.admission.load import LoadGate
-from scheduler_svc.api.convert import Violations
-from scheduler_svc.config import SchedulerSettings
-from scheduler_svc.core.events import NewRequest
+from scheduler_svc.admission.access import Access
+from scheduler_svc.admission.input_processor import InputProcessor
+from scheduler_svc.admission.load import IncomingRequest, LoadGate
+from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.fleet.models import Model, ModelRegistry, Target
-from scheduler_svc.live.calls import ChatPrompt, GenerateCall, ResumedChoice, ServiceTerms, TextPrompt
-from scheduler_svc.text.tokenization import EncodeChat, Encoded, EncodeJob, EncodeText, KeySpec, TakeTokens
-from scheduler_svc.text.tokenizer_pool import TokenizerPool
-from scheduler_svc.text.trimming import TrimSpec
+from scheduler_svc.requests.accounts import Accounts, RequestAccount
+from scheduler_svc.requests.messages import generate_from_proto
+from scheduler_svc.requests.outbox import ClientStream
+from scheduler_svc.requests.state import RequestState
+from scheduler_svc.requests.tenants import Tenants
 
-# Making Python integers of this many tokens takes a few hundred microseconds.
-_SLICE_TOKENS: Final = 8192
-# A bare gRPC deadline ends the call on the client's side; ours has to come before it to be heard.
-_DEADLINE_MARGIN_S: Final = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """When and how a request came in. Times in monotonic seconds."""
-
-    core_id: str
-    """Its name in the core: unique among all streams."""
-    at: float
-    tenant: str
-    rpc_deadline: float | None = None
-    paced: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """A request that is ready for the core, and its model."""
-
-    request: NewRequest
-    model: Model
-    trimmed_tokens: int = 0
-    """Prompt tokens that were cut away under load."""
-    clamped_max_tokens: int | None = None
-    """max_tokens in force, when it was lowered."""
+_log = structlog.get_logger()
 
 
 class Admission:
-    """Tokenizes requests, fills in defaults and checks what depends on the model."""
+    """Turns messages into requests of the core, each with an account that ends whatever happens."""
 
     def __init__(
-        self, models: ModelRegistry, pool: TokenizerPool, gate: LoadGate, settings: SchedulerSettings
+        self,
+        access: Access,
+        tenants: Tenants,
+        gate: LoadGate,
+        inputs: InputProcessor,
+        driver: CoreDriver,
+        accounts: Accounts,
     ) -> None:
-        self._models = models
-        self._pool = pool
-        self.gate = gate
-        self._salt_secret = settings.cache_secret.get_secret_value().encode()
+        self._access = access
+        self._tenants = tenants
+        self._gate = gate
+        self._inputs = inputs
+        self._driver = driver
+        self._accounts = accounts
+        self._numbers = itertools.count(1)
 
-    async def admit(self, call: GenerateCall, arrival: Arrival) -> Admitted:
-        """Return the request for the core.
+    def open(self, stream: ClientStream) -> RequestAccount:
+        """Account for an arrival."""
+        return self._accounts.open(stream.transport)
+
+    def max_requests(self, stream: ClientStream) -> int | None:
+        """Return how many requests the call's own tenant may have at once; None is without limit."""
+        return self._access.max_requests(stream.api_key)
+
+    def receive(self, message: pb.GenerateRequest, stream: ClientStream) -> IncomingRequest:
+        """Return what can be known of a request at once: whose it is, and about how large."""
+        caller: Tenant | ServiceError
+        try:
+            caller = self._access.authenticate(
+                message.api_key if message.HasField("api_key") else stream.api_key
+            )
+        except ServiceError as error:
+            caller = error
+        return self._gate.receive(message, stream, caller)
+
+    def refuse_at_once(self, incoming: IncomingRequest) -> ServiceError | None:
+        """Account for a request that there is no room for, and return why; None when there is room.
+
+        There is none when its tenant is over a quota, or for the load. One whose key is no good is let
+        through, to be told that.
+        """
+        tenant, stream, now = incoming.caller, incoming.stream, self._accounts.clock()
+        if isinstance(tenant, ServiceError):
+            return None
+        state = self._tenants.state(tenant, now)
+        error = state.refusal(incoming.estimate, now, paced=stream.paced)
+        if error is not None:
+            state.count_refusal(error)
+        else:
+            error = self._gate.refusal(incoming, now)
+        if error is not None:
+            priority = incoming.message.terms.priority
+            self._accounts.refused(stream.transport, priority, tenant.name, error.reason)
+        return error
+
+    async def start(
+        self,
+        incoming: IncomingRequest,
+        account: RequestAccount,
+        on_end: Callable[[], None] | None = None,
+    ) -> RequestState:
+        """Hand a request to the core.
 
         Raises:
-            ServiceError: the model is unknown, or the request does not fit it; fields are named.
+            ServiceError: it is wrong or cannot be taken; the account is closed.
         """
-        target = self._models.find(call.model)
-        model = target.model
-        keys = KeySpec(self.root_key(target, arrival.tenant, call.terms.cache_salt), model.block_size)
-        limits = self.gate.limits(call, model)
-        trim = limits.trim if limits is not None else None
-        # Read once: it changes with the fleet, also while the prompt is being tokenized.
-        context = model.max_model_len
-        encoded = await self._encode(call, model.text_key, context, keys, trim)
-        prompt = await _unpack(encoded.token_ids)
-        resolved = _resolve(call, model, len(prompt), context)
-        sampling = _clamp(resolved, limits.max_tokens if limits is not None else None)
-        prompt_keys = keys_from_proto(encoded.keys)
-        wanted = call.sampling.max_tokens or resolved.max_tokens
-        lowered = call.terms.may_trim and sampling.max_tokens != wanted
-        return Admitted(
-            NewRequest(
-                request_id=arrival.core_id,
-                model=model.id,
-                prompt_token_ids=prompt,
-                sampling=sampling,
-                priority=call.terms.priority,
-                tenant=arrival.tenant,
-                prompt_keys=prompt_keys,
-                root_key=keys.root,
-                resumed={choice: resumed.token_ids for choice, resumed in call.resumed.items()},
-                resumed_keys=await _resumed_keys(call.resumed, prompt, prompt_keys, keys),
-                paced=arrival.paced,
-                adapter=target.adapter,
-                may_shed=call.terms.may_shed,
-                queue_deadline=self._queue_deadline(call.terms, arrival),
-                ttft_deadline=_after(arrival.at, call.terms.ttft_deadline_s),
-                deadline=_deadline(call.terms, arrival),
-            ),
-            model,
-            trimmed_tokens=encoded.trimmed_tokens,
-            clamped_max_tokens=sampling.max_tokens if lowered else None,
-        )
-
-    async def encode(self, job: EncodeJob, size_bytes: int) -> Encoded:
-        """Return the tokens of an input; raises as `TokenizerPool.encode` does."""
-        return await self._pool.encode(job, size_bytes)
-
-    def root_key(self, target: Target, tenant: str, cache_salt: str) -> bytes:
-        """Return the root of a prompt's block keys: what it is shared among.
-
-        The tenant's part is keyed with a secret, so that nobody can compute another tenant's keys; the
-        request's own salt narrows it further.
-        """
-        message = len(tenant.encode()).to_bytes(4, "little") + tenant.encode() + cache_salt.encode()
-        salt = hmac.digest(self._salt_secret, message, hashlib.sha256)
-        model = target.model
-        return root_key(model.revision, target.adapter or "", model.kv_dtype, model.block_size, salt)
-
-    async def _encode(
-        self, call: GenerateCall, text_key: str, context: int, keys: KeySpec, trim: TrimSpec | None
-    ) -> Encoded:
-        match call.prompt:
-            case TextPrompt(text):
-                return await self.encode(EncodeText(text_key, context, text, keys=keys, trim=trim), len(text))
-            case ChatPrompt(packed):
-                return await self.encode(EncodeChat(text_key, context, packed, keys, trim=trim), len(packed))
-            case _:
-                packed = call.prompt.packed
-                return await self.encode(TakeTokens(text_key, context, packed, keys, trim), len(packed))
-
-    def _queue_deadline(self, terms: ServiceTerms, arrival: Arrival) -> float | None:
-        timeout_s = terms.queue_timeout_s
-        if timeout_s is None:
-            timeout_s = self.gate.queue_timeout_s[terms.priority]
-        return _after(arrival.at, timeout_s)
-
-
-def _deadline(terms: ServiceTerms, arrival: Arrival) -> float | None:
-    if terms.deadline_s is not None or arrival.rpc_deadline is None:
-        return _after(arrival.at, terms.deadline_s)
-    return arrival.rpc_deadline - min(_DEADLINE_MARGIN_S, (arrival.rpc_deadline - arrival.at) / 10)
-
-
-def _after(start: float, delay_s: float | None) -> float | None:
-    return start + delay_s if delay_s is not None else None
-
-
-async def _unpack(packed: bytes) -> list[int]:
-    """Return token ids as integers. Others get a turn in between when there are many."""
-    packed_ids = array("I")
-    packed_ids.frombytes(packed)
-    ids = packed_ids[:_SLICE_TOKENS].tolist()
-    for start in range(_SLICE_TOKENS, len(packed_ids), _SLICE_TOKENS):
-        await asyncio.sleep(0)
-        ids += packed_ids[start : start + _SLICE_TOKENS].tolist()
-    return ids
-
-
-async def _resumed_keys(
-    resumed: Mapping[int, ResumedChoice], prompt: list[int], prompt_keys: tuple[bytes, ...], keys: KeySpec
-) -> dict[int, tuple[bytes, ...]]:
-    """Return the keys of all full blocks of choices that go on. Others get a turn after each."""
-    parent = prompt_keys[-1] if prompt_keys else keys.root
-    rest = prompt[len(prompt_keys) * keys.block_size :]
-    found: dict[int, tuple[bytes, ...]] = {}
-    for choice, had in resumed.items():
-        found[choice] = (*prompt_keys, *chain(parent, [*rest, *had.token_ids], keys.block_size))
-        await asyncio.sleep(0)
-    return found
-
-
-def _resolve(call: GenerateCall, model: Model, prompt_tokens: int, max_model_len: int) -> SamplingParams:
-    """Return sampling with everything set that has to be."""
-    sampling = model.resolve(call.sampling)
-    violations: Violations = []
-    left = max_model_len - prompt_tokens
-    max_tokens = min(sampling.max_tokens, left) if sampling.max_tokens is not None else left
-    if call.sampling.max_tokens is not None and call.sampling.max_tokens > left and not call.terms.may_trim:
-        context = f"the prompt has {prompt_tokens} tokens and the context holds {max_model_len}"
-        problem = f"must be at most {left}: {context}, got {call.sampling.max_tokens}"
-        violations.append(("sampling.max_tokens", problem))
-    if sampling.min_tokens is not None and sampling.min_tokens > max_tokens:
-        violations.append(("sampling.min_tokens", f"must be at most {max_tokens}, got {sampling.min_tokens}"))
-    for token_id in (*sampling.logit_bias, *sampling.stop_token_ids):
-        if token_id >= model.vocab_size:
-            field = "logit_bias" if token_id in sampling.logit_bias else "stop_token_ids"
-            violations.append(
-                (f"sampling.{field}", f"must name tokens below {model.vocab_size}, got {token_id}")
-            )
-    clamped = call.accepted_as.max_tokens if call.accepted_as is not None else None
-    most = min(max_tokens, clamped) if clamped is not None else max_tokens
-    for choice, resumed in call.resumed.items():
-        if len(resumed.token_ids) > most:
-            violations.append(
-                (
-                    f"resume[{choice}].token_ids",
-                    f"has {len(resumed.token_ids)} tokens, more than max_tokens ({most})",
-                )
-            )
-        elif max(resumed.token_ids) >= model.vocab_size:
-            violations.append((f"resume[{choice}].token_ids", f"must be below {model.vocab_size}"))
-    if violations:
-        raise ServiceError.invalid(*violations)
-    seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
-    return replace(sampling, max_tokens=max_tokens, seed=seed)
-
-
-def _clamp(sampling: SamplingParams, most: int | None) -> SamplingParams:
-    """Return sampling with max_tokens lowered to `most`, or to min_tokens where that is more."""
-    if most is None or sampling.max_tokens is None or sampling.max_tokens <= most:
-        return sampling
-    return replace(sampling, max_tokens=min(sampling.max_tokens, max(1, most, sampling.min_tokens or 0)))
+        pending = self._gate.enter(incoming)
+        try:
+            account.request_id = incoming.message.request_id
+            tenant, stream = incoming.tenant, incoming.stream
+            account.tenant = tenant.name
+            call = generate_from_proto(incoming.message)
+            account.request_id = call.request_id
+            quotas = self._tenants.state(tenant, account.arrival)
+            account.lease = quotas.take(incoming.estimate, account.arrival, paced=stream.paced)
+            core_id = f"{call.request_id}#{next(self._numbers)}"
+            prepared = await self._inputs.prepare(call, core_id, incoming, account.arrival)
+            state = RequestState(prepared, stream.outbox, account)
+            await state.resume()
+        except ServiceError as error:
+            pending.close()
+            account.end(error.reason)
+            raise
+        except Exception:  # noqa: BLE001 - logged
+            _log.exception("admission_failed", request_id=account.request_id)
+            pending.close()
+            account.end("INTERNAL")
+            raise ServiceError("INTERNAL", "the scheduler failed to take the request") from None
+        except BaseException:
+            pending.close()
+            account.end("SLOW_CONSUMER" if incoming.stream.outbox.cut else "CANCELLED")
+            raise
+        trimmed_tokens = prepared.trimmed_tokens
+        pending.learn(len(prepared.request.prompt_token_ids) + trimmed_tokens)
+        state.on_submit = pending.close
+        state.on_end = on_end
+        account.admitted(prepared.request, trimmed_tokens, clamped=prepared.clamped_max_tokens is not None)
+        self._driver.submit(state)
+        return state

@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 import structlog
 from octavo.keys import KeyFile, KeyFileError
 
-from scheduler_svc.observe.metrics import Metrics
+from scheduler_svc.observe.metrics import SchedulerMetrics
 
 _log = structlog.get_logger()
 
@@ -25,7 +25,7 @@ _MAX_BYTES: Final = 64 << 20
 class KeyFileWatch:
     """Keeps the last good content of a file in force, and says so when that is not the present one."""
 
-    def __init__(self, path: Path, metrics: Metrics, on_change: Callable[[KeyFile], None]) -> None:
+    def __init__(self, path: Path, metrics: SchedulerMetrics, on_change: Callable[[KeyFile], None]) -> None:
         self._path = path
         self._metrics = metrics
         self._on_change = on_change

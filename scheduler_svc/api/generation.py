@@ -9,14 +9,14 @@ from typing import Final
 
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.admission.access import presented
-from scheduler_svc.admission.intake import Intake, Stream
+from scheduler_svc.admission.access import bearer_key
+from scheduler_svc.admission.admission import Admission
 from scheduler_svc.api.parsing import Malformed, accept
 from scheduler_svc.api.rpc import Context, abort, answering, rpc_deadline
-from scheduler_svc.driver import Driver
+from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.fleet.models import Model, ModelRegistry
-from scheduler_svc.live.outbox import GenerateOutbox
+from scheduler_svc.fleet.models import ModelRegistry, ServedModel
+from scheduler_svc.requests.outbox import ClientStream, GenerateOutbox
 from scheduler_svc.text.tokenization import Decode, EncodeChat, EncodeText
 from scheduler_svc.text.tokenizer_pool import TokenizerPool
 
@@ -29,13 +29,13 @@ class GenerationService:
 
     def __init__(
         self,
-        intake: Intake,
-        driver: Driver,
+        admission: Admission,
+        driver: CoreDriver,
         models: ModelRegistry,
         pool: TokenizerPool,
         max_backlog_bytes: int,
     ) -> None:
-        self._intake = intake
+        self._admission = admission
         self._driver = driver
         self._models = models
         self._pool = pool
@@ -46,17 +46,16 @@ class GenerationService:
         """Serve one request; what fails before its first event fails the call."""
         outbox = GenerateOutbox(self._max_backlog_bytes)
         now = time.monotonic()
-        key = presented(context.invocation_metadata())
-        stream = Stream(outbox, "generate", rpc_deadline(context, now), key)
-        if not isinstance(request, Malformed):
-            no_room = self._intake.refuse_at_once(request, stream)
-            if no_room is not None:
-                raise no_room
-        record = self._intake.open(stream)
+        api_key = bearer_key(context.invocation_metadata())
+        stream = ClientStream(outbox, "generate", rpc_deadline(context, now), api_key)
         if isinstance(request, Malformed):
-            record.end(request.error.reason)
+            self._admission.open(stream).end(request.error.reason)
             raise request.error
-        live = await self._intake.start(request, stream, record)
+        incoming = self._admission.receive(request, stream)
+        no_room = self._admission.refuse_at_once(incoming)
+        if no_room is not None:
+            raise no_room
+        state = await self._admission.start(incoming, self._admission.open(stream))
         try:
             await self._write(outbox, context)
         except asyncio.CancelledError:
@@ -66,7 +65,7 @@ class GenerationService:
                 ) from None
             raise
         finally:
-            self._driver.cancel(live)
+            self._driver.cancel(state)
         if outbox.error is not None:
             await abort(context, outbox.error)
 
@@ -126,7 +125,7 @@ class GenerationService:
         return pb.ListModelsResponse(models=[_model_to_proto(model) for model in self._models])
 
 
-def _model_to_proto(model: Model) -> pb.Model:
+def _model_to_proto(model: ServedModel) -> pb.Model:
     return pb.Model(
         id=model.id,
         revision=model.revision,

@@ -13,15 +13,15 @@ from octavo.protocol.convert import keys_from_proto
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import operations_pb2, worker_pb2
 
-from scheduler_svc.admission.access import OPERATIONS, Access, presented
-from scheduler_svc.admission.admission import Admission
+from scheduler_svc.admission.access import OPERATIONS, Access, bearer_key
+from scheduler_svc.admission.input_processor import InputProcessor
 from scheduler_svc.api.parsing import Malformed, accept
 from scheduler_svc.api.rpc import Context, answering
-from scheduler_svc.api.status import StatusBoard
-from scheduler_svc.driver import Driver
+from scheduler_svc.api.status import StatusCollector
+from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.fleet.models import ModelRegistry
-from scheduler_svc.fleet.pins import Pin, PinBoard, PinPort
+from scheduler_svc.fleet.pins import Pin, PinPort, PinRegistry
 from scheduler_svc.fleet.worker_link import WorkerLink
 from scheduler_svc.fleet.workers import Fleet
 from scheduler_svc.text.tokenization import EncodeChat, EncodeText, KeySpec, TakeTokens
@@ -35,9 +35,9 @@ class StatusService:
 
     def __init__(
         self,
-        board: StatusBoard,
+        board: StatusCollector,
         fleet: Fleet,
-        driver: Driver,
+        driver: CoreDriver,
         *,
         begin_drain: Callable[[float | None], None],
         access: Access,
@@ -75,7 +75,7 @@ class StatusService:
         seen_until = 0.0 if request.history else math.inf
         while True:
             # Its key may be taken away meanwhile.
-            self._access.check(_WATCH, context.invocation_metadata())
+            self._access.authorize(_WATCH, context.invocation_metadata())
             status = self._board.status()
             status.history.extend(self._board.history.since(seen_until))
             if status.history:
@@ -136,16 +136,16 @@ class PinService:
 
     def __init__(
         self,
-        pins: PinBoard,
+        pins: PinRegistry,
         fleet: Fleet,
         models: ModelRegistry,
-        admission: Admission,
+        inputs: InputProcessor,
         access: Access,
     ) -> None:
         self._pins = pins
         self._fleet = fleet
         self._models = models
-        self._admission = admission
+        self._inputs = inputs
         self._access = access
 
     @answering
@@ -158,13 +158,13 @@ class PinService:
         model = target.model
         if not request.name:
             raise ServiceError.invalid(("name", "must be set"))
-        tenant = self._access.tenant(presented(context.invocation_metadata()), Role.OPERATOR)
+        tenant = self._access.authenticate(bearer_key(context.invocation_metadata()), Role.OPERATOR)
         if request.HasField("tenant"):
-            named = self._access.named(request.tenant)
+            named = self._access.tenant_named(request.tenant)
             if named is None:
                 raise ServiceError.invalid(("tenant", "must name a tenant of the key file"))
             tenant = named
-        root = self._admission.root_key(target, tenant.name, request.cache_salt)
+        root = self._inputs.root_key(target, tenant.name, request.cache_salt)
         keys = KeySpec(root, model.block_size)
         job: EncodeText | EncodeChat | TakeTokens
         longest = model.max_model_len
@@ -187,7 +187,7 @@ class PinService:
                 raise ServiceError.invalid(
                     ("input", "one of text, tokens, chat and system_prompt must be set")
                 )
-        encoded = await self._admission.encode(job, request.ByteSize())
+        encoded = await self._inputs.encode(job, request.ByteSize())
         pin = Pin(model.id, request.name, tuple(dict.fromkeys(keys_from_proto(encoded.keys))))
         tokens = len(encoded.token_ids) // 4
         if not pin.keys:

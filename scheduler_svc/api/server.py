@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,22 +13,13 @@ from grpc_reflection.v1alpha import reflection
 from octavo.service.address import AddressTaken, check_address
 from octavo.v1 import generation_pb2, operations_pb2
 
-from scheduler_svc.admission.access import (
-    CHANNELZ,
-    GENERATION,
-    OPERATIONS,
-    Access,
-    AccessInterceptor,
-    presented,
-)
-from scheduler_svc.admission.intake import Intake
+from scheduler_svc.admission.access import CHANNELZ, GENERATION, OPERATIONS, Access
 from scheduler_svc.api.generation import GenerationService
+from scheduler_svc.api.interceptor import AccessInterceptor
 from scheduler_svc.api.operations import PinService, StatusService
 from scheduler_svc.api.parsing import lenient, parse_session
-from scheduler_svc.api.rpc import Context, answering, rpc_deadline
-from scheduler_svc.api.session import Incoming, Session, SessionLimits
+from scheduler_svc.api.session import SessionService
 from scheduler_svc.config import MAX_MESSAGE_BYTES
-from scheduler_svc.driver import Driver
 
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -46,38 +36,6 @@ _OPTIONS: Final = (
     # Two processes must never share a port by accident.
     ("grpc.so_reuseport", 0),
 )
-
-
-class SessionService:
-    """Makes a `Session` of each stream, and tells paced ones when there is more room."""
-
-    def __init__(self, intake: Intake, driver: Driver, limits: SessionLimits) -> None:
-        self._intake = intake
-        self._driver = driver
-        self._limits = limits
-        self._sessions: set[Session] = set()
-
-    @answering
-    async def session(self, incoming: AsyncIterator[Incoming], context: Context) -> None:
-        """Serve one stream."""
-        now = time.monotonic()
-        session = Session(
-            self._intake,
-            self._driver,
-            self._limits,
-            rpc_deadline=rpc_deadline(context, now),
-            key=presented(context.invocation_metadata()),
-        )
-        self._sessions.add(session)
-        try:
-            await session.run(incoming, context)
-        finally:
-            self._sessions.discard(session)
-
-    def top_up(self) -> None:
-        """Grant paced sessions what the workers of the moment can take."""
-        for session in self._sessions:
-            session.top_up()
 
 
 @dataclass(frozen=True, slots=True)

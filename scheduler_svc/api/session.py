@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.admission.intake import Intake, Stream
+from scheduler_svc.admission.access import bearer_key
+from scheduler_svc.admission.admission import Admission
 from scheduler_svc.api.parsing import Malformed
-from scheduler_svc.api.rpc import Context
-from scheduler_svc.driver import Driver
+from scheduler_svc.api.rpc import Context, answering, rpc_deadline
+from scheduler_svc.core.overload import Level
+from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.live.accounts import RequestRecord
-from scheduler_svc.live.outbox import SessionOutbox
-from scheduler_svc.live.requests import LiveRequest
+from scheduler_svc.fleet.models import ModelRegistry
+from scheduler_svc.requests.accounts import RequestAccount
+from scheduler_svc.requests.outbox import ClientStream, SessionOutbox
+from scheduler_svc.requests.state import RequestState
 
-Part = pb.SessionRequest | pb.GenerateRequest | Malformed
-Incoming = tuple[Part, ...]
+SessionPart = pb.SessionRequest | pb.GenerateRequest | Malformed
+SessionMessage = tuple[SessionPart, ...]
 """What one message brings."""
 _AT_ONCE: Final = 16
 """Requests of one message that are taken before others of the service have their turn."""
@@ -31,39 +35,28 @@ class SessionLimits:
 
     max_backlog_bytes: int
     max_requests: int
-    seats: Callable[[], int]
-    """Sequences that all workers together can run now."""
-
-    shedding: Callable[[Collection[str]], bool]
-    """Whether the load on one of these models leaves no room for work that can wait; on every model there
-    is, when none is named."""
-
-    def credits(self, models: Collection[str]) -> int:
-        """Return how many requests a paced session may have live: enough to keep all seats taken.
-
-        None while other work for its models is refused: what it has live goes on, and more comes later.
-        """
-        return 0 if self.shedding(models) else min(self.max_requests, max(16, 2 * self.seats()))
 
 
-class Session:
+class ClientSession:
     """The state of one stream. Everything ends with it."""
 
     def __init__(
         self,
-        intake: Intake,
-        driver: Driver,
+        admission: Admission,
+        driver: CoreDriver,
         limits: SessionLimits,
+        credit_limit: Callable[[Collection[str]], int],
         *,
         rpc_deadline: float | None,
-        key: str | None,
+        api_key: str | None,
     ) -> None:
-        self._intake = intake
+        self._admission = admission
         self._driver = driver
         self._limits = limits
+        self._credit_limit = credit_limit
         self._outbox = SessionOutbox(limits.max_backlog_bytes)
-        self._stream = Stream(self._outbox, "session", rpc_deadline, key)
-        self._requests: dict[str, asyncio.Task[LiveRequest] | LiveRequest] = {}
+        self._stream = ClientStream(self._outbox, "session", rpc_deadline, api_key)
+        self._requests: dict[str, asyncio.Task[RequestState] | RequestState] = {}
         """Requests by the client's name for them; a task while they are being admitted."""
         self._models: set[str] = set()
         """Those that it has had requests for."""
@@ -71,7 +64,7 @@ class Session:
         self._messages = 0
         self._reading = True
 
-    async def run(self, incoming: AsyncIterator[Incoming], context: Context) -> None:
+    async def run(self, incoming: AsyncIterator[SessionMessage], context: Context) -> None:
         """Serve the stream until the client has ended its side and everything it asked for is done.
 
         Raises:
@@ -99,7 +92,7 @@ class Session:
         """Grant what a paced session may send beyond what it has live and unused."""
         if not self._stream.paced:
             return
-        limit, quota = self._limits.credits(self._models), self._intake.most_live(self._stream)
+        limit, quota = self._credit_limit(self._models), self._admission.max_requests(self._stream)
         if quota is not None:
             limit = min(limit, quota)
         more = limit - self._unused_credits - len(self._requests)
@@ -109,7 +102,7 @@ class Session:
 
     # The client's side ---------------------------------------------------------------------------
 
-    async def _read(self, incoming: AsyncIterator[Incoming]) -> None:
+    async def _read(self, incoming: AsyncIterator[SessionMessage]) -> None:
         try:
             async for messages in incoming:
                 for number, message in enumerate(messages, 1):
@@ -121,10 +114,10 @@ class Session:
             self._reading = False
             self._outbox.wake()
 
-    def _handle(self, message: Part) -> None:
+    def _handle(self, message: SessionPart) -> None:
         if isinstance(message, Malformed):
             self._spend_credit()
-            self._intake.open(self._stream).end(message.error.reason)
+            self._admission.open(self._stream).end(message.error.reason)
             self._refuse(message.request_id, message.error)
             return
         if isinstance(message, pb.GenerateRequest):
@@ -148,29 +141,30 @@ class Session:
 
     def _generate(self, message: pb.GenerateRequest) -> None:
         in_credit = self._spend_credit()
+        incoming = self._admission.receive(message, self._stream)
         if message.request_id and message.request_id not in self._requests:
-            no_room = self._intake.refuse_at_once(message, self._stream)
+            no_room = self._admission.refuse_at_once(incoming)
             if no_room is not None:
                 self._outbox.refuse(message.request_id, no_room.to_proto())
                 self.top_up()
                 return
-        record = self._intake.open(self._stream)
+        account = self._admission.open(self._stream)
         error = self._refusal(message, in_credit=in_credit)
         if error is not None:
-            record.request_id = message.request_id
-            record.end(error.reason)
+            account.request_id = message.request_id
+            account.end(error.reason)
             self._refuse(message.request_id, error)
             return
         request_id = message.request_id
-        starting = self._intake.start(message, self._stream, record, lambda: self._done(request_id))
+        starting = self._admission.start(incoming, account, lambda: self._done(request_id))
         task = self._requests[request_id] = asyncio.create_task(starting)
-        task.add_done_callback(lambda task: self._started(request_id, record, task))
+        task.add_done_callback(lambda task: self._started(request_id, account, task))
 
-    def _started(self, request_id: str, record: RequestRecord, task: asyncio.Task[LiveRequest]) -> None:
+    def _started(self, request_id: str, account: RequestAccount, task: asyncio.Task[RequestState]) -> None:
         """An admission is over: cancelled perhaps before it began, failed, or the request is live."""
         error: BaseException | None = None
         if task.cancelled():
-            record.end("SLOW_CONSUMER" if self._outbox.cut else "CANCELLED")
+            account.end("SLOW_CONSUMER" if self._outbox.cut else "CANCELLED")
             error = ServiceError("CANCELLED", "cancelled by the client")
         else:
             error = task.exception()
@@ -178,10 +172,10 @@ class Session:
             self._refuse(request_id, error)
             self._done(request_id)
             return
-        live = task.result()
-        self._models.add(live.request.model)
-        if not live.ended:
-            self._requests[request_id] = live
+        state = task.result()
+        self._models.add(state.request.model)
+        if not state.ended:
+            self._requests[request_id] = state
 
     def _spend_credit(self) -> bool:
         """Take a credit for a message, whatever becomes of it; return whether it had what it needs."""
@@ -219,9 +213,61 @@ class Session:
         self.top_up()
         self._outbox.wake()
 
-    def _drop(self, request: asyncio.Task[LiveRequest] | LiveRequest) -> None:
-        if isinstance(request, LiveRequest):
+    def _drop(self, request: asyncio.Task[RequestState] | RequestState) -> None:
+        if isinstance(request, RequestState):
             self._driver.cancel(request)
         elif not request.cancel() and not request.cancelled() and request.exception() is None:
             # Its admission is over, but `_started` has not run yet.
             self._driver.cancel(request.result())
+
+
+class SessionService:
+    """Makes a `ClientSession` of each stream, and tells paced ones when there is more room."""
+
+    def __init__(
+        self, admission: Admission, driver: CoreDriver, models: ModelRegistry, limits: SessionLimits
+    ) -> None:
+        self._admission = admission
+        self._driver = driver
+        self._models = models
+        self._limits = limits
+        self._sessions: set[ClientSession] = set()
+
+    @answering
+    async def session(self, incoming: AsyncIterator[SessionMessage], context: Context) -> None:
+        """Serve one stream."""
+        now = time.monotonic()
+        session = ClientSession(
+            self._admission,
+            self._driver,
+            self._limits,
+            self._credit_limit,
+            rpc_deadline=rpc_deadline(context, now),
+            api_key=bearer_key(context.invocation_metadata()),
+        )
+        self._sessions.add(session)
+        try:
+            await session.run(incoming, context)
+        finally:
+            self._sessions.discard(session)
+
+    def top_up(self) -> None:
+        """Grant paced sessions what the workers of the moment can take."""
+        for session in self._sessions:
+            session.top_up()
+
+    def _credit_limit(self, models: Collection[str]) -> int:
+        """Return how many requests a paced session may have live: enough to keep all workers busy.
+
+        None while other work for its models is refused: what it has live goes on, and more comes later.
+        """
+        if self._sheds_batch(models):
+            return 0
+        return min(self._limits.max_requests, max(16, 2 * self._driver.max_running))
+
+    def _sheds_batch(self, models: Collection[str]) -> bool:
+        """Return whether one of these models, or every one there is, sheds the batch class."""
+        level_of = self._driver.level_of
+        if models:
+            return max(level_of(model) for model in models) >= Level.SHED_BATCH
+        return min((level_of(model.id) for model in self._models), default=Level.NORMAL) >= Level.SHED_BATCH

@@ -3,62 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Final
 
 from octavo.protocol.convert import priority_to_proto
-from octavo.protocol.steps import StepTiming
 from octavo.v1 import operations_pb2
 
-from scheduler_svc.admission.tenants import Tenants, TenantState
 from scheduler_svc.core.snapshot import CoreSnapshot, OverloadSnapshot, QueueSnapshot, WorkerSnapshot
-from scheduler_svc.driver import Driver
-from scheduler_svc.fleet.pins import Pin
-from scheduler_svc.fleet.worker_link import LinkStatus
-from scheduler_svc.live.accounts import RATE_WINDOW_S, Accounts, RecentSum
-from scheduler_svc.observe.history import History
-from scheduler_svc.observe.metrics import Metrics
+from scheduler_svc.driver import CoreDriver
+from scheduler_svc.fleet.pins import PinRegistry
+from scheduler_svc.fleet.workers import Fleet
+from scheduler_svc.observe.recent import History
+from scheduler_svc.requests.accounts import Accounts
+from scheduler_svc.requests.tenants import Tenants, TenantState
 
 VERSION: Final = metadata.version("octavo")
 
 
-class StatusBoard:
-    """Collects what a status is made of."""
+@dataclass(frozen=True, slots=True)
+class StatusSources:
+    """What a status is made of."""
 
-    def __init__(
-        self,
-        scheduler_id: str,
-        driver: Driver,
-        accounts: Accounts,
-        tenants: Tenants,
-        links: Callable[[], Iterable[LinkStatus]],
-        price_per_gpu_hour: float | None,
-    ) -> None:
-        self.key_file_problem: Callable[[], str | None] = lambda: None
-        self.pins: Iterable[Pin] = ()
+    driver: CoreDriver
+    accounts: Accounts
+    tenants: Tenants
+    fleet: Fleet
+    pins: PinRegistry
+    key_file_problem: Callable[[], str | None]
+
+
+class StatusCollector:
+    """Collects the status, and its history."""
+
+    def __init__(self, scheduler_id: str, sources: StatusSources, price_per_gpu_hour: float | None) -> None:
         self._scheduler_id = scheduler_id
-        self._driver = driver
-        self._accounts = accounts
-        self._tenants = tenants
-        self._links = links
+        self._sources = sources
         self._price_per_gpu_hour = price_per_gpu_hour
-        self._started = accounts.clock()
+        self._started = sources.accounts.clock()
         self.history = History(self.status)
-        self._bubble_s: dict[str, RecentSum] = {}
-
-    def step(self, worker_id: str, timing: StepTiming) -> None:
-        """Take note of a step's timing."""
-        now = self._accounts.clock()
-        bubble_s = timing.bubble_us / 1e6
-        self._bubble_s.setdefault(worker_id, RecentSum()).add(now, bubble_s)
-        metrics: Metrics = self._accounts.metrics
-        metrics.step.labels(worker_id).observe(timing.execute_us / 1e6)
-        metrics.bubble.labels(worker_id).inc(bubble_s)
 
     def status(self) -> operations_pb2.Status:
         """Return the status of the moment."""
-        accounts, snapshot = self._accounts, self._driver.snapshot()
+        sources = self._sources
+        accounts, snapshot = sources.accounts, sources.driver.snapshot()
         workers = self._workers(snapshot)
         return operations_pb2.Status(
             scheduler_id=self._scheduler_id,
@@ -66,21 +54,21 @@ class StatusBoard:
             uptime_s=accounts.clock() - self._started,
             level=max((overload.level for overload in snapshot.overload), default=0),
             overload=map(_overload, snapshot.overload),
-            draining=self._driver.draining,
+            draining=sources.driver.draining,
             queues=map(_queue, snapshot.queues),
             workers=workers,
             outcomes=accounts.outcomes,
             arrivals=accounts.arrivals,
             live_requests=accounts.live,
             rates=self._rates(sum(worker.devices for worker in workers)),
-            tenants=map(_tenant, self._tenants),
-            key_file_problem=self.key_file_problem(),
-            pins=self._pins(snapshot),
+            tenants=map(_tenant, sources.tenants),
+            key_file_problem=sources.key_file_problem(),
+            pins=self._pin_status(snapshot),
         )
 
-    def _pins(self, snapshot: CoreSnapshot) -> Iterable[operations_pb2.PinStatus]:
+    def _pin_status(self, snapshot: CoreSnapshot) -> Iterable[operations_pb2.PinStatus]:
         attached = {worker.worker_id for worker in snapshot.workers}
-        for pin in self.pins:
+        for pin in self._sources.pins:
             yield operations_pb2.PinStatus(
                 name=pin.name,
                 model=pin.model,
@@ -90,9 +78,10 @@ class StatusBoard:
 
     def _workers(self, snapshot: CoreSnapshot) -> list[operations_pb2.WorkerStatus]:
         known = {worker.worker_id: worker for worker in snapshot.workers}
-        now = self._accounts.clock()
+        accounts = self._sources.accounts
+        now = accounts.clock()
         found = []
-        for link in self._links():
+        for link in (one.status for one in self._sources.fleet):
             proto = operations_pb2.WorkerStatus(
                 worker_id=link.worker_id,
                 address=link.address,
@@ -104,14 +93,15 @@ class StatusBoard:
             if worker is not None and link.state != "lost":
                 _fill_worker(proto, worker)
                 proto.devices = link.devices
-                bubbles = self._bubble_s.get(link.worker_id)
+                bubbles = accounts.recent_bubble_s.get(link.worker_id)
                 if bubbles is not None:
                     proto.bubble_share = min(1.0, bubbles.per_s(now))
             found.append(proto)
         return found
 
     def _rates(self, devices: int) -> operations_pb2.Rates:
-        accounts, now = self._accounts, self._accounts.clock()
+        accounts = self._sources.accounts
+        now = accounts.clock()
         output_per_s = accounts.recent_output_tokens.per_s(now)
         rates = operations_pb2.Rates(
             requests_per_s=accounts.recent_requests.per_s(now),
@@ -207,6 +197,3 @@ def _fill_worker(proto: operations_pb2.WorkerStatus, worker: WorkerSnapshot) -> 
         proto.pool.copy_in_us_per_block = copies.in_us_per_block
         proto.pool.recompute_saved_tokens = copies.in_blocks * block_size
         proto.pool.copies_skipped_blocks = copies.skipped_blocks
-
-
-__all__ = ["RATE_WINDOW_S", "StatusBoard"]

@@ -55,7 +55,7 @@ class IncompatibleWorker(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Model:
+class ServedModel:
     """A model and who serves it. Stays when its last worker goes: its requests wait for the next."""
 
     id: str
@@ -103,10 +103,10 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ResolvedModel:
     """What a request asks for: a model, and the LoRA adapter to apply to it, if any."""
 
-    model: Model
+    model: ServedModel
     adapter: str | None = None
 
 
@@ -115,15 +115,15 @@ class ModelRegistry:
 
     def __init__(self, pool: TokenizerPool) -> None:
         self._pool = pool
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, ServedModel] = {}
         self._lock = asyncio.Lock()
         self.fleet_is_tried: Callable[[], bool] = lambda: True
         """Whether every worker there is has been asked once what it serves."""
 
-    def __iter__(self) -> Iterator[Model]:
+    def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models.values())
 
-    def peek(self, name: str) -> Model | None:
+    def peek(self, name: str) -> ServedModel | None:
         """Return the model that a request means, or None where `find` would raise."""
         known = self._models.get(name)
         if known is not None:
@@ -133,7 +133,7 @@ class ModelRegistry:
         except ServiceError:
             return None
 
-    def find(self, name: str) -> Target:
+    def find(self, name: str) -> ResolvedModel:
         """Return what a request means by the name of a model or of an adapter.
 
         Raises:
@@ -142,12 +142,12 @@ class ModelRegistry:
         if not self._models:
             raise ServiceError("NO_WORKER", "no worker has connected yet", retry_after_s=1.0)
         if name in self._models:
-            return Target(self._models[name])
+            return ResolvedModel(self._models[name])
         if name:
             owners = [model for model in self if name in model.adapters]
             if owners:
                 # One whose workers are away may have left the name to another.
-                return Target(max(owners, key=lambda owner: owner.claims_adapter(name)), name)
+                return ResolvedModel(max(owners, key=lambda owner: owner.claims_adapter(name)), name)
             if not self.fleet_is_tried():
                 raise ServiceError(
                     "NO_WORKER", f"no worker with model {name!r} has connected yet", retry_after_s=1.0
@@ -161,9 +161,9 @@ class ModelRegistry:
             )
         if len(self._models) > 1:
             raise ServiceError.invalid(("model", f"must be set: there is {known}"))
-        return Target(next(iter(self._models.values())))
+        return ResolvedModel(next(iter(self._models.values())))
 
-    async def claim(self, description: worker_pb2.WorkerDescription) -> Model:
+    async def claim(self, description: worker_pb2.WorkerDescription) -> ServedModel:
         """Take note of a worker that is about to be attached, and load its model if that is new.
 
         Until it is released, no worker that differs from it may serve under the model's name.
@@ -206,7 +206,7 @@ class ModelRegistry:
         if model is not None:
             model.claims.discard(description.worker_id)
 
-    async def _load(self, description: worker_pb2.WorkerDescription) -> Model:
+    async def _load(self, description: worker_pb2.WorkerDescription) -> ServedModel:
         files = {file.name: file.content for file in description.tokenizer_files}
         if TOKENIZER_FILE not in files:
             raise IncompatibleWorker(f"it sends no {TOKENIZER_FILE}")
@@ -226,7 +226,7 @@ class ModelRegistry:
             raise IncompatibleWorker(error.message) from None
         if detokenizer is None:
             detokenizer = await asyncio.to_thread(_window_detokenizer, spec.tokenizer_json)
-        return Model(
+        return ServedModel(
             id=description.model_id,
             revision=description.revision,
             kv_dtype=description.kv_dtype,
@@ -272,5 +272,5 @@ def _identity(description: worker_pb2.WorkerDescription) -> tuple[object, ...]:
     )
 
 
-def _identity_of(model: Model) -> tuple[object, ...]:
+def _identity_of(model: ServedModel) -> tuple[object, ...]:
     return (model.revision, model.kv_dtype, model.block_size, model.vocab_size, model.text_key)

@@ -51,7 +51,7 @@ class PinPlacement:
     without_room: tuple[str, ...]
 
 
-class PinBoard:
+class PinRegistry:
     """All pins of this scheduler. A worker gets those of its model's pins that fit into its budget."""
 
     def __init__(self) -> None:

@@ -23,13 +23,13 @@ from octavo.protocol.convert import (
     report_from_proto,
 )
 from octavo.protocol.convert_pool import pool_from_proto
-from octavo.protocol.steps import PROTOCOL_VERSION, Plan, StepTiming
+from octavo.protocol.steps import PROTOCOL_VERSION, Plan
 from octavo.protocol.transport import CLIENT_OPTIONS
 from octavo.v1 import operations_pb2, worker_pb2, worker_pb2_grpc
 
 from scheduler_svc.core.events import WorkerInfo
-from scheduler_svc.driver import Driver
-from scheduler_svc.fleet.models import IncompatibleWorker, Model, ModelRegistry
+from scheduler_svc.driver import CoreDriver
+from scheduler_svc.fleet.models import IncompatibleWorker, ModelRegistry, ServedModel
 
 _log = structlog.get_logger()
 
@@ -90,12 +90,11 @@ class LinkContext:
     scheduler_id: str
     window: int
     epochs: Epochs
-    driver: Driver
+    driver: CoreDriver
     models: ModelRegistry
     on_change: Callable[[], None]
     """Called when a worker has become ready, or is no more."""
     on_ready: Callable[[WorkerLink], None]
-    on_step: Callable[[str, StepTiming], None]
     worker_ids: dict[str, WorkerLink] = field(default_factory=dict)
     """Who is attached, so that one worker behind two addresses is attached once."""
     drained: dict[str, str] = field(default_factory=dict)
@@ -229,7 +228,10 @@ class WorkerLink:
             del context.worker_ids[worker_id]
 
     async def _run_stream(
-        self, stub: worker_pb2_grpc.WorkerAsyncStub, description: worker_pb2.WorkerDescription, model: Model
+        self,
+        stub: worker_pb2_grpc.WorkerAsyncStub,
+        description: worker_pb2.WorkerDescription,
+        model: ServedModel,
     ) -> None:
         context, worker_id = self._context, description.worker_id
         self._outgoing = asyncio.Queue(_MAX_OUTGOING)
@@ -288,13 +290,11 @@ class WorkerLink:
         )
 
     async def _read_reports(self, call: _Call, worker_id: str) -> None:
-        driver, on_step = self._context.driver, self._context.on_step
+        driver = self._context.driver
         while (message := await self._read(call)) is not None:
             match message.WhichOneof("message"):
                 case "report":
-                    report = report_from_proto(message.report)
-                    driver.report(worker_id, report)
-                    on_step(worker_id, report.timing)
+                    driver.report(worker_id, report_from_proto(message.report))
                 case "draining":
                     self._become("draining")
                     driver.worker_draining(worker_id)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from octavo.protocol.steps import Priority
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from octavo.service.address import check_address
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -15,6 +17,7 @@ from prometheus_client.utils import floatToGoString
 
 from scheduler_svc.core.snapshot import CoreSnapshot, OverloadSnapshot, WorkerSnapshot
 
+_SCRAPE_TIMEOUT_S: Final = 5.0
 _WAIT_BUCKETS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
@@ -61,7 +64,7 @@ class BulkHistogram(Collector):
         yield family
 
 
-class Metrics:
+class SchedulerMetrics:
     """What the shell counts while it works, and what it reads from the core when it is asked."""
 
     def __init__(self) -> None:
@@ -225,6 +228,36 @@ class Metrics:
     def watch(self, snapshot: Callable[[], CoreSnapshot]) -> None:
         """Read queues and workers from the core whenever metrics are collected."""
         self.registry.register(_CoreCollector(snapshot))
+
+
+def serve_metrics(
+    metrics: SchedulerMetrics, snapshot: Callable[[], CoreSnapshot], host: str, port: int
+) -> tuple[int, Callable[[], None]]:
+    """Serve metrics over HTTP, from a thread of its own; return the port, and what ends it.
+
+    Args:
+        metrics: what is served.
+        snapshot: gives the core's figures; is called on this event loop.
+        host: name or address to listen on.
+        port: to listen on; 0 takes a free one.
+
+    Raises:
+        AddressTaken: the port cannot be had.
+    """
+    check_address(host, port)
+    loop = asyncio.get_running_loop()
+
+    async def on_loop() -> CoreSnapshot:
+        return snapshot()
+
+    metrics.watch(lambda: asyncio.run_coroutine_threadsafe(on_loop(), loop).result(_SCRAPE_TIMEOUT_S))
+    server, _ = start_http_server(port, host, metrics.registry)
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+
+    return server.server_port, close
 
 
 class _CoreCollector(Collector):

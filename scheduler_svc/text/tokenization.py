@@ -117,7 +117,7 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class JobFailure:
     """A job that failed, and why. `field` is None when it is not the input's fault."""
 
     problem: str

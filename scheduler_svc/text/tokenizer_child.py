@@ -15,7 +15,7 @@ import sys
 from typing import IO, Final
 
 from scheduler_svc.text.chat import InputError
-from scheduler_svc.text.tokenization import Failure, Job, TextModel, TextSpec
+from scheduler_svc.text.tokenization import Job, JobFailure, TextModel, TextSpec
 
 HEADER: Final = struct.Struct("<Q")
 # A template can ask for any amount of memory; a large prompt needs far less than this.
@@ -48,9 +48,9 @@ def _answer(models: dict[str, TextModel], message: TextSpec | Job) -> object:
             return None
         return models[message.model].run(message)
     except InputError as error:
-        return Failure(error.problem, error.field, error.reason)
+        return JobFailure(error.problem, error.field, error.reason)
     except Exception as error:  # noqa: BLE001 - the parent decides what it means
-        return Failure(f"{type(error).__name__}: {error}")
+        return JobFailure(f"{type(error).__name__}: {error}")
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ from scheduler_svc.text.tokenization import (
     Decode,
     Encoded,
     EncodeJob,
-    Failure,
     Job,
+    JobFailure,
     MakeTable,
     TextSpec,
 )
@@ -162,7 +162,7 @@ class TokenizerPool:
         self._specs: dict[str, TextSpec] = {}
         self._small: deque[_Ticket] = deque()
         self._large: deque[_Ticket] = deque()
-        self._broken: dict[str, tuple[Failure, float]] = {}
+        self._broken: dict[str, tuple[JobFailure, float]] = {}
         """Tokenizers that did not load, with why and when."""
         self._crashed_loads: Counter[str] = Counter()
         self._pending_bytes = 0
@@ -226,7 +226,7 @@ class TokenizerPool:
         ticket = _Ticket(job, size_bytes, loop.create_future(), loop.time())
         self._enqueue(ticket)
         result = await ticket.done
-        if isinstance(result, Failure):
+        if isinstance(result, JobFailure):
             if result.field is not None:
                 raise ServiceError.invalid((result.field, result.problem), reason=result.reason)
             raise ServiceError("TOKENIZER_FAILED", f"the tokenizer failed: {result.problem}")
@@ -309,10 +309,10 @@ class TokenizerPool:
                 _log.warning("tokenizer_crashed_while_loading", model=model)
                 if self._crashed_loads[model] < _MAX_ATTEMPTS:
                     return False
-                reply = Failure("its process ends while it loads the tokenizer")
+                reply = JobFailure("its process ends while it loads the tokenizer")
             except (MemoryError, pickle.UnpicklingError) as error:
-                reply = Failure(repr(error))
-            if isinstance(reply, Failure):
+                reply = JobFailure(repr(error))
+            if isinstance(reply, JobFailure):
                 self._broken[model] = reply, asyncio.get_running_loop().time()
                 _log.error("tokenizer_load_failed", model=model, problem=reply.problem)
             else:
@@ -331,15 +331,15 @@ class TokenizerPool:
                 result = await child.exchange(ticket.job, self._timeout_s)
         except TimeoutError:
             _log.warning("tokenizer_timeout", model=model, size_bytes=ticket.size_bytes)
-            result = Failure(f"it took longer than {self._timeout_s:g} s")
+            result = JobFailure(f"it took longer than {self._timeout_s:g} s")
         except _Crashed:
             _log.warning("tokenizer_crashed", model=model, attempts=ticket.attempts)
             if ticket.attempts < _MAX_ATTEMPTS:
                 self._enqueue(ticket)
                 return
-            result = Failure("its process crashed on this input")
+            result = JobFailure("its process crashed on this input")
         except Exception as error:  # noqa: BLE001 - logged; the next job must not suffer
             _log.exception("tokenizer_failed", model=model)
-            result = Failure(repr(error))
+            result = JobFailure(repr(error))
         if not ticket.done.done():
             ticket.done.set_result(result)

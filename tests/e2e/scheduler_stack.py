@@ -21,7 +21,7 @@ from octavo.v1 import common_pb2, generation_pb2_grpc, operations_pb2, operation
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.config import SchedulerSettings
-from scheduler_svc.main import SchedulerProcess
+from scheduler_svc.process import SchedulerProcess
 from worker_svc.api.describe import describe
 from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms

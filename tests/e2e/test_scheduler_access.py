@@ -237,7 +237,7 @@ async def test_key_taken_out_of_the_file_works_no_more_on_streams_that_are_open(
                 status = await boss.status()
                 assert "not TOML" in (status.key_file_problem or "")
                 key_file(path, "other")
-                await until(lambda: stack.process.access.named("user") is None)
+                await until(lambda: stack.process.access.tenant_named("user") is None)
                 with pytest.raises(octavo.AccessDeniedError):
                     await client.generate("after")
                 with pytest.raises(octavo.AccessDeniedError):

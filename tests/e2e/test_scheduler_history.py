@@ -10,7 +10,7 @@ from tests.e2e.scheduler_stack import one_worker, scheduler, start_worker, until
 
 @pytest.fixture(autouse=True)
 def _no_samples_but_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_svc.observe.history.INTERVAL_S", 3600.0)
+    monkeypatch.setattr("scheduler_svc.observe.recent.HISTORY_INTERVAL_S", 3600.0)
 
 
 async def test_cost_counts_every_device_of_the_workers_that_are_attached() -> None:
@@ -40,7 +40,7 @@ async def test_cost_counts_every_device_of_the_workers_that_are_attached() -> No
 
 async def test_history_holds_latency_throughput_cost_and_refusals_and_grows_while_watched() -> None:
     async with one_worker(price_per_gpu_hour=3.6) as (stack, worker):
-        history = stack.process._board.history
+        history = stack.process._status.history
         async with octavo.AsyncClient(f"127.0.0.1:{stack.port}") as client:
             history.sample()
             for _ in range(5):
@@ -78,7 +78,7 @@ async def test_history_holds_latency_throughput_cost_and_refusals_and_grows_whil
 
 async def test_history_is_bounded() -> None:
     async with one_worker() as (stack, _):
-        history = stack.process._board.history
+        history = stack.process._status.history
         for _ in range(1000):
             history.sample()
         assert len(list(history.since(0.0))) == 300

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from octavo.v1 import common_pb2, operations_pb2
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.main import EXIT_FAILED
+from scheduler_svc.process import EXIT_FAILED
 from tests.e2e.scheduler_stack import (
     WAIT_S,
     Output,

@@ -12,7 +12,7 @@ import pytest
 from octavo.v1 import common_pb2, generation_pb2_grpc
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.live.outbox import SessionOutbox
+from scheduler_svc.requests.outbox import SessionOutbox
 from tests.e2e.scheduler_stack import WAIT_S, Output, Stack, Worker, error_of, one_worker, until
 
 Pair = tuple[Stack, Worker]

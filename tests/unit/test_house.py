@@ -27,11 +27,12 @@ MAY_IMPORT = {
 FLOORS = {
     "scheduler_svc": (
         "__main__ main",
+        "process",
         "api",
         "admission",
         "fleet",
         "driver",
-        "live",
+        "requests",
         "observe",
         "text",
         "planlog",

@@ -10,7 +10,7 @@ import structlog
 from octavo.keys import KeyFile, KeyFileError
 
 from scheduler_svc.admission.key_file import KeyFileWatch
-from scheduler_svc.observe.metrics import Metrics
+from scheduler_svc.observe.metrics import SchedulerMetrics
 
 
 class Desk:
@@ -18,7 +18,7 @@ class Desk:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metrics = Metrics()
+        self.metrics = SchedulerMetrics()
         self.loaded: list[list[str]] = []
         self.watch = KeyFileWatch(path, self.metrics, self._take)
 

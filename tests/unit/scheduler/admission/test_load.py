@@ -5,17 +5,25 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+from octavo.keys import Tenant
+from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.admission.load import Limits, LoadGate
-from scheduler_svc.api.convert import generate_from_proto
+from scheduler_svc.admission.load import IncomingRequest, LoadGate, TrimLimits
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core.admission import Ask
 from scheduler_svc.core.errors import CoreError, Reason
 from scheduler_svc.core.overload import Caps
-from scheduler_svc.driver import Driver
-from scheduler_svc.fleet.models import Model, ModelRegistry
-from scheduler_svc.live.calls import GenerateCall, ResumedChoice, ServiceTerms, TextPrompt
+from scheduler_svc.driver import CoreDriver
+from scheduler_svc.fleet.models import ModelRegistry, ServedModel
+from scheduler_svc.requests.messages import (
+    GenerateCall,
+    ResumedChoice,
+    ServiceTerms,
+    TextPrompt,
+    generate_from_proto,
+)
+from scheduler_svc.requests.outbox import ClientStream, Outbox
 from scheduler_svc.text.trimming import TrimSpec
 
 
@@ -23,9 +31,9 @@ class Models:
     """A registry with one model."""
 
     def __init__(self) -> None:
-        self.model = cast("Model", type("Known", (), {"id": "m"})())
+        self.model = cast("ServedModel", type("Known", (), {"id": "m"})())
 
-    def peek(self, name: str) -> Model | None:
+    def peek(self, name: str) -> ServedModel | None:
         return self.model if name in {"", "m"} else None
 
 
@@ -49,11 +57,16 @@ class Core:
 def gate() -> tuple[LoadGate, Core, Models]:
     core, models = Core(), Models()
     settings = SchedulerSettings.load({"queue_timeout_standard_s": 7.0})
-    return LoadGate(cast("ModelRegistry", models), cast("Driver", core), settings), core, models
+    return LoadGate(cast("ModelRegistry", models), cast("CoreDriver", core), settings), core, models
 
 
-def ask(load: LoadGate, core: Core, message: pb.GenerateRequest, **fields: Any) -> Ask:
-    load.refusal(message, 100.0, **{"tenant": "t", "paced": False, **fields})
+def incoming(load: LoadGate, message: pb.GenerateRequest, *, paced: bool = False) -> IncomingRequest:
+    stream = ClientStream(cast("Outbox", None), "generate", None, None, paced)
+    return load.receive(message, stream, Tenant("t"))
+
+
+def ask(load: LoadGate, core: Core, message: pb.GenerateRequest) -> Ask:
+    load.refusal(incoming(load, message), 100.0)
     return core.asks[-1]
 
 
@@ -74,23 +87,23 @@ def test_request_is_asked_for_with_its_class_its_deadlines_and_about_its_tokens(
 
 
 def test_estimate_follows_what_prompts_turn_out_to_be() -> None:
-    load, core, models = gate()
+    load, core, _ = gate()
     message = pb.GenerateRequest(text="x" * 400)
     for _ in range(100):
-        pending = load.enter(message)
+        pending = load.enter(incoming(load, message))
         pending.learn(400)
         pending.close()
-    assert load.estimate(message, models.model) == pytest.approx(400, rel=0.02)
+    assert incoming(load, message).prompt_tokens == pytest.approx(400, rel=0.02)
     core.limits = Caps(prompt_tokens=64, max_tokens=16)
-    assert load.estimate(message, models.model) == pytest.approx(400, rel=0.02)
+    assert incoming(load, message).prompt_tokens == pytest.approx(400, rel=0.02)
     trimmed = pb.GenerateRequest(text="x" * 400, terms={"may_trim": True})
-    assert load.estimate(trimmed, models.model) == 64
+    assert incoming(load, trimmed).prompt_tokens == 64
 
 
 def test_what_is_being_tokenized_counts_until_it_is_with_the_core() -> None:
     load, core, _ = gate()
     message = pb.GenerateRequest(tokens=pb.TokenIds(ids=range(10)))
-    first, second = load.enter(message), load.enter(message)
+    first, second = load.enter(incoming(load, message)), load.enter(incoming(load, message))
     waiting = ask(load, core, message)
     assert (waiting.pending_requests, waiting.pending_tokens) == (2, 20)
     first.close()
@@ -110,8 +123,8 @@ def test_request_that_is_wrong_in_itself_or_paced_is_let_through(
     load, core, _ = gate()
     core.error = CoreError(Reason.QUEUE_FULL, "full")
     message = pb.GenerateRequest(text="x", terms=terms, **fields)
-    assert load.refusal(message, 0.0, tenant="t", paced=paced) is None
-    refused = load.refusal(pb.GenerateRequest(text="x"), 0.0, tenant="t", paced=False)
+    assert load.refusal(incoming(load, message, paced=paced), 0.0) is None
+    refused = load.refusal(incoming(load, pb.GenerateRequest(text="x")), 0.0)
     assert refused is not None
     assert refused.reason == "QUEUE_FULL"
 
@@ -142,11 +155,29 @@ def test_what_was_accepted_before_is_cut_as_it_was_then_whatever_the_load(caps: 
     terms = {"may_trim": True, "keep_head_tokens": 3}
     accepted_as = {"prompt_tokens": 30, "clamped_max_tokens": 5}
     message = pb.GenerateRequest(text="x" * 400, terms=terms, accepted_as=accepted_as)
-    assert load.estimate(message, models.model) == 30
+    assert incoming(load, message).prompt_tokens == 30
     limits = load.limits(generate_from_proto(message), models.model)
-    assert limits == Limits(TrimSpec(30, keep_head=3), 5)
+    assert limits == TrimLimits(TrimSpec(30, keep_head=3), 5)
     message.accepted_as.ClearField("clamped_max_tokens")
     limits = load.limits(generate_from_proto(message), models.model)
-    assert limits == Limits(TrimSpec(30, keep_head=3), None)
+    assert limits == TrimLimits(TrimSpec(30, keep_head=3), None)
     message.terms.may_trim = False
     assert load.limits(generate_from_proto(message), models.model) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "prompt_tokens"),
+    [
+        (pb.GenerateRequest(text="word " * 800), 1000),
+        (pb.GenerateRequest(chat=pb.Chat(messages=[common_pb2.ChatMessage(content="x" * 4000)])), 1000),
+        (pb.GenerateRequest(tokens=pb.TokenIds(ids=[20_000] * 1000)), 1000),
+    ],
+)
+def test_estimate_comes_from_the_size_of_the_input(message: pb.GenerateRequest, prompt_tokens: int) -> None:
+    load, _, _ = gate()
+    estimate = incoming(load, message).estimate
+    assert (estimate.output, estimate.choices) == (None, 1)
+    assert prompt_tokens <= estimate.prompt <= prompt_tokens + 5
+    message.sampling.max_tokens, message.sampling.n = 7, 3
+    estimate = incoming(load, message).estimate
+    assert (estimate.output, estimate.choices) == (7, 3)

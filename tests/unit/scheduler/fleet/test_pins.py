@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.fleet.pins import Pin, PinBoard, PinPlacement
+from scheduler_svc.fleet.pins import Pin, PinPlacement, PinRegistry
 
 
 def keys(*numbers: int) -> tuple[bytes, ...]:
@@ -28,12 +28,12 @@ class Port:
         assert len(frozenset().union(*self.pins.values())) <= self.pin_budget_blocks
 
 
-def names(board: PinBoard) -> dict[str, set[str]]:
+def names(board: PinRegistry) -> dict[str, set[str]]:
     return {pin.name: pin.workers for pin in board}
 
 
 def test_blocks_that_two_pins_share_count_once() -> None:
-    board, port = PinBoard(), Port("w1", 6)
+    board, port = PinRegistry(), Port("w1", 6)
     board.put(Pin("m", "one", keys(1, 2, 3, 4)), [port])
 
     assert board.put(Pin("m", "two", keys(1, 2, 3, 5, 6)), [port]) == PinPlacement(("w1",), ())
@@ -41,7 +41,7 @@ def test_blocks_that_two_pins_share_count_once() -> None:
 
 
 def test_worker_without_room_is_named_and_not_told() -> None:
-    board, large, small, contiguous = PinBoard(), Port("w1", 8), Port("w2", 3), Port("w3", 0)
+    board, large, small, contiguous = PinRegistry(), Port("w1", 8), Port("w2", 3), Port("w3", 0)
 
     placement = board.put(Pin("m", "one", keys(1, 2, 3, 4)), [small, contiguous, large])
 
@@ -51,7 +51,7 @@ def test_worker_without_room_is_named_and_not_told() -> None:
 
 
 def test_pin_that_nobody_has_room_for_is_refused_and_changes_nothing() -> None:
-    board, port = PinBoard(), Port("w1", 4)
+    board, port = PinRegistry(), Port("w1", 4)
     board.put(Pin("m", "one", keys(1, 2)), [port])
 
     with pytest.raises(ServiceError) as caught:
@@ -63,7 +63,7 @@ def test_pin_that_nobody_has_room_for_is_refused_and_changes_nothing() -> None:
 
 
 def test_replacement_is_lifted_where_only_the_former_had_room() -> None:
-    board, large, small = PinBoard(), Port("w1", 8), Port("w2", 2)
+    board, large, small = PinRegistry(), Port("w1", 8), Port("w2", 2)
     board.put(Pin("m", "one", keys(1, 2)), [large, small])
 
     placement = board.put(Pin("m", "one", keys(3, 4, 5)), [large, small])
@@ -73,7 +73,7 @@ def test_replacement_is_lifted_where_only_the_former_had_room() -> None:
 
 
 def test_worker_that_attaches_later_gets_the_pins_that_fit() -> None:
-    board = PinBoard()
+    board = PinRegistry()
     for name, first in (("a", 0), ("b", 10), ("c", 20)):
         board.put(Pin("m", name, keys(*range(first, first + (4 if name == "b" else 2)))), [])
     board.put(Pin("other", "d", keys(1)), [])
@@ -86,7 +86,7 @@ def test_worker_that_attaches_later_gets_the_pins_that_fit() -> None:
 
 
 def test_worker_that_comes_back_with_a_smaller_budget_keeps_less() -> None:
-    board = PinBoard()
+    board = PinRegistry()
     board.put(Pin("m", "one", keys(1, 2, 3)), [Port("w1", 4)])
 
     board.welcome(Port("w1", 2))
@@ -95,7 +95,7 @@ def test_worker_that_comes_back_with_a_smaller_budget_keeps_less() -> None:
 
 
 def test_room_that_comes_free_is_given_to_the_pins_that_had_none() -> None:
-    board, large, small = PinBoard(), Port("w1", 9), Port("w2", 3)
+    board, large, small = PinRegistry(), Port("w1", 9), Port("w2", 3)
     board.put(Pin("m", "a", keys(1, 2, 3)), [large, small])
     board.put(Pin("m", "b", keys(4, 5)), [large, small])
     board.put(Pin("m", "c", keys(6)), [large, small])
@@ -109,7 +109,7 @@ def test_room_that_comes_free_is_given_to_the_pins_that_had_none() -> None:
 
 
 def test_lifted_pin_makes_room_for_another() -> None:
-    board, port = PinBoard(), Port("w1", 2)
+    board, port = PinRegistry(), Port("w1", 2)
     board.put(Pin("m", "one", keys(1, 2)), [port])
     assert board.remove("m", "one", [port]).keys == keys(1, 2)
 

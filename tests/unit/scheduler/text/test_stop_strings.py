@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.text.stop_strings import StopMatcher, StopStrings
+from scheduler_svc.text.detokenizer import StopMatcher, StopStrings
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:

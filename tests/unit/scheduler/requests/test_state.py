@@ -13,7 +13,6 @@ from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 from tokenizers import Tokenizer
 
-from scheduler_svc.admission.admission import Admitted
 from scheduler_svc.core import (
     Accepted,
     ChoiceTimings,
@@ -24,12 +23,11 @@ from scheduler_svc.core import (
     TokenDelta,
 )
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.fleet.models import Model
-from scheduler_svc.live.accounts import Accounts
-from scheduler_svc.live.calls import GenerateCall, ResumedChoice, TextPrompt
-from scheduler_svc.live.outbox import Outbox, SessionOutbox
-from scheduler_svc.live.requests import LiveRequest
-from scheduler_svc.observe.metrics import Metrics
+from scheduler_svc.observe.metrics import SchedulerMetrics
+from scheduler_svc.requests.accounts import Accounts
+from scheduler_svc.requests.messages import GenerateCall, ResumedChoice, TextPrompt
+from scheduler_svc.requests.outbox import Outbox, SessionOutbox
+from scheduler_svc.requests.state import PreparedRequest, RequestState
 from scheduler_svc.text.tokenization import make_table
 from worker_svc.runner.sim import byte_level_tokenizer
 
@@ -42,26 +40,25 @@ def tokens(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER.encode(text).ids)
 
 
-def live_request(
+def request_state(
     outbox: Outbox,
     *,
     resumed: dict[int, ResumedChoice] | None = None,
     call: dict[str, Any] | None = None,
     **fields: Any,
-) -> LiveRequest:
+) -> RequestState:
     table = make_table(TOKENIZER)
     assert table is not None
-    model = Model("m", "r", "kv", 16, 259, "m", True, frozenset({EOS}), SamplingParams(), table)
     sampling = SamplingParams(**{"n": 1, "seed": 7, "max_tokens": 100, **fields})
     request = NewRequest(request_id="r#1", model="m", prompt_token_ids=list(tokens("hi")), sampling=sampling)
     generate = GenerateCall("r", "", TextPrompt("hi"), sampling, resumed=resumed or {}, **(call or {}))
-    record = Accounts(Metrics(), time.monotonic).open("session")
-    return LiveRequest(generate, Admitted(request, model), outbox, record)
+    account = Accounts(SchedulerMetrics(), time.monotonic).open("session")
+    return RequestState(PreparedRequest(generate, request, table, frozenset({EOS})), outbox, account)
 
 
-def feed(live: LiveRequest, text: str, *, choice: int = 0, hide_last: bool = False) -> bool:
+def feed(state: RequestState, text: str, *, choice: int = 0, hide_last: bool = False) -> bool:
     delta = TokenDelta("r#1", choice, tokens(text), None)
-    return live.on_tokens(delta, time.monotonic(), {}, hide_last=hide_last)
+    return state.on_tokens(delta, time.monotonic(), {}, hide_last=hide_last)
 
 
 def finish(reason: FinishReason, *, choice: int = 0, last: bool = True, **fields: Any) -> FinishChoice:
@@ -75,24 +72,24 @@ async def outbox() -> SessionOutbox:
 
 
 async def test_deltas_merge_while_their_client_is_behind(outbox: SessionOutbox) -> None:
-    live = live_request(outbox, n=2, call={"return_token_ids": True})
+    state = request_state(outbox, n=2, call={"return_token_ids": True})
     for word in ("one ", "two ", "three"):
-        feed(live, word, choice=0)
-        feed(live, word, choice=1)
+        feed(state, word, choice=0)
+        feed(state, word, choice=1)
     events = outbox.take().events
     assert [(event.delta.choice, event.delta.text) for event in events] == [
         (0, "one two three"),
         (1, "one two three"),
     ]
     assert list(events[0].delta.token_ids) == list(tokens("one two three"))
-    feed(live, "!")
+    feed(state, "!")
     assert [event.delta.text for event in outbox.take().events] == ["!"]
 
 
 async def test_merged_delta_is_bounded(outbox: SessionOutbox) -> None:
-    live = live_request(outbox, max_tokens=100_000)
+    state = request_state(outbox, max_tokens=100_000)
     for _ in range(100):
-        feed(live, "x" * 100)
+        feed(state, "x" * 100)
     texts = [event.delta.text for event in outbox.take().events]
     assert "".join(texts) == "x" * 10_000
     assert max(map(len, texts)) <= 4096
@@ -107,29 +104,29 @@ async def test_output_beyond_the_limit_cuts_the_stream() -> None:
 
     writer = asyncio.create_task(write())
     await asyncio.sleep(0)
-    live = live_request(outboxes[0])
+    state = request_state(outboxes[0])
     for _ in range(20):
-        feed(live, "x" * 100)
+        feed(state, "x" * 100)
     with pytest.raises(asyncio.CancelledError):
         await writer
     assert outboxes[0].cut
 
 
 async def test_token_that_stopped_a_choice_is_counted_but_not_shown(outbox: SessionOutbox) -> None:
-    live = live_request(outbox, stop_token_ids=tokens("!"), call={"return_token_ids": True})
-    feed(live, "done!", hide_last=True)
-    live.on_finish(finish(FinishReason.STOP, stop_token_id=tokens("!")[0]))
+    state = request_state(outbox, stop_token_ids=tokens("!"), call={"return_token_ids": True})
+    feed(state, "done!", hide_last=True)
+    state.on_finish(finish(FinishReason.STOP, stop_token_id=tokens("!")[0]))
     delta, finished = (event for event in outbox.take().events)
     assert (delta.delta.text, len(delta.delta.token_ids)) == ("done", 5)
     assert finished.finished.usage.completion_tokens == 5
-    assert live.ended
+    assert state.ended
 
 
 async def test_stop_string_wins_over_a_limit_reached_by_the_same_token(outbox: SessionOutbox) -> None:
-    live = live_request(outbox, stop=("END",))
-    assert not feed(live, "the EN")
-    assert feed(live, "D")
-    live.on_finish(finish(FinishReason.LENGTH))
+    state = request_state(outbox, stop=("END",))
+    assert not feed(state, "the EN")
+    assert feed(state, "D")
+    state.on_finish(finish(FinishReason.LENGTH))
     events = outbox.take().events
     assert "".join(event.delta.text for event in events) == "the "
     assert events[-1].finished.reason == common_pb2.FINISH_REASON_STOP
@@ -137,48 +134,48 @@ async def test_stop_string_wins_over_a_limit_reached_by_the_same_token(outbox: S
 
 
 async def test_tokens_past_a_stop_string_are_neither_shown_nor_billed(outbox: SessionOutbox) -> None:
-    live = live_request(outbox, stop=("END",), call={"return_token_ids": True})
-    assert feed(live, "the END and more")
-    assert not feed(live, "still more")
-    assert live.over() == [0]
-    live.on_finish(finish(FinishReason.STOP))
+    state = request_state(outbox, stop=("END",), call={"return_token_ids": True})
+    assert feed(state, "the END and more")
+    assert not feed(state, "still more")
+    assert state.over() == [0]
+    state.on_finish(finish(FinishReason.STOP))
     events = outbox.take().events
     assert sum(len(event.delta.token_ids) for event in events) == len("the END")
     assert events[-1].finished.usage.completion_tokens == len("the END")
 
 
 async def test_stop_strings_do_not_count_before_min_tokens(outbox: SessionOutbox) -> None:
-    live = live_request(outbox, stop=("b",), min_tokens=3)
-    assert not feed(live, "abc")
-    assert feed(live, "ab")
+    state = request_state(outbox, stop=("b",), min_tokens=3)
+    assert not feed(state, "abc")
+    assert feed(state, "ab")
     assert "".join(event.delta.text for event in outbox.take().events) == "abca"
 
 
 async def test_text_is_not_shown_to_a_client_that_wants_none(outbox: SessionOutbox) -> None:
-    live = live_request(outbox, stop=("b",), call={"skip_text": True, "return_token_ids": True})
-    assert feed(live, "aab")
+    state = request_state(outbox, stop=("b",), call={"skip_text": True, "return_token_ids": True})
+    assert feed(state, "aab")
     events = outbox.take().events
     assert [event.delta.text for event in events] == [""]
     assert len(events[0].delta.token_ids) == 3
 
 
 async def test_failure_is_told_once_however_it_ends(outbox: SessionOutbox) -> None:
-    live = live_request(outbox)
+    state = request_state(outbox)
     ended = []
-    live.on_end = lambda: ended.append(True)
+    state.on_end = lambda: ended.append(True)
     error = CoreError(Reason.DEADLINE_RUNNING, "too late", metadata={"phase": "decode"})
-    live.on_finish(finish(FinishReason.DEADLINE, error=error))
-    live.fail(ServiceError("INTERNAL", "again"))
+    state.on_finish(finish(FinishReason.DEADLINE, error=error))
+    state.fail(ServiceError("INTERNAL", "again"))
     assert [event.WhichOneof("event") for event in outbox.take().events] == ["finished"]
     assert ended == [True]
-    other = live_request(outbox)
+    other = request_state(outbox)
     other.fail(ServiceError("QUEUE_FULL", "no"))
     assert [event.error.reason for event in outbox.take().events] == ["QUEUE_FULL"]
 
 
 async def test_others_get_a_turn_while_many_choices_are_resumed(outbox: SessionOutbox) -> None:
-    live = live_request(outbox, n=9, resumed={index: ResumedChoice(tokens("abc"), 1) for index in range(9)})
-    resuming = asyncio.create_task(live.resume())
+    state = request_state(outbox, n=9, resumed={index: ResumedChoice(tokens("abc"), 1) for index in range(9)})
+    resuming = asyncio.create_task(state.resume())
     turns = 0
     while not resuming.done():
         turns += 1
@@ -188,10 +185,10 @@ async def test_others_get_a_turn_while_many_choices_are_resumed(outbox: SessionO
 
 async def test_accepted_names_the_seed_and_shows_what_a_resumed_client_lacks(outbox: SessionOutbox) -> None:
     resumed = {0: ResumedChoice(tokens("héllo w"), len("hé".encode()))}
-    live = live_request(outbox, resumed=resumed)
-    await live.resume()
-    live.on_accepted(Accepted("r#1", 3, 0.25))
-    feed(live, "orld")
+    state = request_state(outbox, resumed=resumed)
+    await state.resume()
+    state.on_accepted(Accepted("r#1", 3, 0.25))
+    feed(state, "orld")
     accepted, delta = outbox.take().events
     assert accepted.accepted == pb.Accepted(
         request_id="r", queue_position=3, estimated_wait_ms=250, prompt_tokens=2, seed=7
@@ -212,10 +209,10 @@ async def test_accepted_names_the_seed_and_shows_what_a_resumed_client_lacks(out
 async def test_resumed_choice_that_was_complete_is_over(
     outbox: SessionOutbox, sampling: dict[str, Any], token_ids: tuple[int, ...], reason: FinishReason | None
 ) -> None:
-    live = live_request(outbox, resumed={0: ResumedChoice(token_ids, 0)}, **sampling)
-    await live.resume()
-    assert live.over() == ([0] if reason is not None else [])
-    live.on_finish(finish(reason or FinishReason.LENGTH))
+    state = request_state(outbox, resumed={0: ResumedChoice(token_ids, 0)}, **sampling)
+    await state.resume()
+    assert state.over() == ([0] if reason is not None else [])
+    state.on_finish(finish(reason or FinishReason.LENGTH))
     message = outbox.take().events[-1].finished
     assert FinishReason(message.reason) == (reason or FinishReason.LENGTH)
     assert message.usage.completion_tokens == len(token_ids)
@@ -223,7 +220,7 @@ async def test_resumed_choice_that_was_complete_is_over(
 
 @pytest.mark.parametrize("shown_bytes", [4, 2])
 async def test_resumed_text_that_cannot_be_is_refused(outbox: SessionOutbox, shown_bytes: int) -> None:
-    live = live_request(outbox, resumed={0: ResumedChoice(tokens("aé"), shown_bytes)})
+    state = request_state(outbox, resumed={0: ResumedChoice(tokens("aé"), shown_bytes)})
     with pytest.raises(ServiceError) as caught:
-        await live.resume()
+        await state.resume()
     assert caught.value.violations[0][0] == "resume[0].shown_bytes"

@@ -1,24 +1,32 @@
-"""A live request as the shell knows it: between the core and one client's outbox."""
+"""The state of a live request in the shell: between the core and one client's outbox.
+
+Its tokens become text here, choice by choice, and the text becomes events.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from octavo.protocol.steps import FinishReason, TokenLogprobs
 from octavo.v1 import common_pb2
+from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.admission.admission import Admitted
-from scheduler_svc.api.convert import accepted_to_proto, add_logprobs, fill_finished
 from scheduler_svc.core.effects import Accepted, FinishChoice, TokenDelta
+from scheduler_svc.core.events import NewRequest
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.live.accounts import RequestRecord
-from scheduler_svc.live.calls import GenerateCall, ResumedChoice
-from scheduler_svc.live.choice import Choice
-from scheduler_svc.live.outbox import Outbox
-from scheduler_svc.text.detokenizer import PROMPT_TAIL
-from scheduler_svc.text.stop_strings import StopMatcher, StopStrings
+from scheduler_svc.requests.accounts import RequestAccount
+from scheduler_svc.requests.messages import (
+    GenerateCall,
+    ResumedChoice,
+    accepted_to_proto,
+    add_logprobs,
+    fill_finished,
+)
+from scheduler_svc.requests.outbox import Outbox
+from scheduler_svc.text.detokenizer import PROMPT_TAIL, Detokenizer, StopMatcher, StopStrings, TextStream
 
 # A delta that waits for its client takes more text up to this size; then another one is begun, since
 # adding to a text copies it.
@@ -28,26 +36,113 @@ _EVENT_BYTES: Final = 64
 _LOGPROBS_BYTES: Final = 32
 
 
-class LiveRequest:
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that is ready for the core, and what makes text of its tokens."""
+
+    call: GenerateCall
+    request: NewRequest
+    detokenizer: Detokenizer
+    eos_token_ids: frozenset[int]
+    trimmed_tokens: int = 0
+    """Prompt tokens that were cut away under load."""
+    clamped_max_tokens: int | None = None
+    """max_tokens in force, when it was lowered."""
+
+
+@dataclass(slots=True, eq=False)
+class ChoiceState:
+    """Text of one choice, as far as it has come."""
+
+    index: int
+    text: TextStream | None
+    """None when nobody needs text."""
+    stops: StopMatcher | None
+    min_tokens: int
+    num_tokens: int = 0
+    """Output tokens that count: none past a stop string."""
+    over: FinishReason | None = None
+    """It is over for a reason that the core does not know: a stop string, or a resumed choice that
+    had been complete. What the core still says of it is not shown."""
+    ended: bool = False
+    """The client has been told the end."""
+    last_token_at: float | None = None
+    delta: pb.Delta | None = None
+    """The event that waits in the outbox, while `batch` is the outbox's."""
+    batch: int = -1
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended it."""
+        return self.stops.stopped_by if self.stops is not None else None
+
+    def feed(self, token_ids: Sequence[int], *, hide_last: bool = False) -> tuple[str, int]:
+        """Return the text to show and how many of the tokens count.
+
+        `hide_last`: the last token is the one that stopped the choice; it counts but is no text.
+        """
+        shown = token_ids[:-1] if hide_last else token_ids
+        if self.text is None:
+            text = ""
+        elif self.stops is None:
+            text = self.text.feed(shown)
+        else:
+            text, used = self._feed_until_stop(self.text, self.stops, shown)
+            if self.over is not None:
+                return text, used
+        self.num_tokens += len(token_ids)
+        return text, len(token_ids)
+
+    def flush(self) -> str:
+        """Return the text that is left at the end."""
+        if self.text is None or self.over is not None:
+            return ""
+        text = self.text.flush()
+        if self.stops is None:
+            return text
+        text = self.stops.feed(text)
+        if self.stops.stopped_by is not None:
+            self.over = FinishReason.STOP
+            return text
+        return text + self.stops.flush()
+
+    def _feed_until_stop(
+        self, stream: TextStream, stops: StopMatcher, token_ids: Sequence[int]
+    ) -> tuple[str, int]:
+        parts = []
+        for used, token_id in enumerate(token_ids, start=1):
+            text = stream.feed((token_id,))
+            # As stop tokens, stop strings do not count before `min_tokens`.
+            parts.append(stops.feed(text) if self.num_tokens + used > self.min_tokens else text)
+            if stops.stopped_by is not None:
+                self.over = FinishReason.STOP
+                self.num_tokens += used
+                return "".join(parts), used
+        return "".join(parts), len(token_ids)
+
+
+class RequestState:
     """A request from its admission to its end. The core knows it as `core_id`."""
 
-    def __init__(self, call: GenerateCall, admitted: Admitted, outbox: Outbox, record: RequestRecord) -> None:
-        request, model = admitted.request, admitted.model
+    def __init__(self, prepared: PreparedRequest, outbox: Outbox, account: RequestAccount) -> None:
+        call, request = prepared.call, prepared.request
         sampling = request.sampling
         self.core_id = request.request_id
         self.request_id = call.request_id
         self.request = request
-        self.record = record
+        self.account = account
         self.ended = False
         self.on_end: Callable[[], None] | None = None
-        self.arrived: Callable[[], None] = lambda: None
+        self.on_submit: Callable[[], None] = lambda: None
         """To be called when the core is given the request."""
+        self._resumed = call.resumed
+        self._trimmed_tokens = prepared.trimmed_tokens
+        self._clamped_max_tokens = prepared.clamped_max_tokens
         self._outbox = outbox
         self._return_token_ids = call.return_token_ids
         self._skip_text = call.skip_text
-        self._text_of = model.detokenizer.token_bytes
+        self._text_of = prepared.detokenizer.token_bytes
         self._prompt_tokens = len(request.prompt_token_ids)
-        self._admitted = admitted
         self._seed = sampling.seed or 0
         self._error: common_pb2.Error | None = None
         stops = StopStrings(sampling.stop) if sampling.stop else None
@@ -55,9 +150,9 @@ class LiveRequest:
         keep_special = call.keep_special_tokens
         needs_text = stops is not None or not call.skip_text or bool(call.resumed)
         self.choices = [
-            Choice(
+            ChoiceState(
                 index,
-                model.detokenizer.stream(tail, keep_special=keep_special) if needs_text else None,
+                prepared.detokenizer.stream(tail, keep_special=keep_special) if needs_text else None,
                 StopMatcher(stops) if stops is not None else None,
                 sampling.min_tokens or 0,
             )
@@ -65,8 +160,7 @@ class LiveRequest:
         ]
         self._stop_token_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
-            self._stop_token_ids |= model.eos_token_ids
-        self._resumed = call.resumed
+            self._stop_token_ids |= prepared.eos_token_ids
         self._unsent: dict[int, str] = {}
 
     async def resume(self) -> None:
@@ -114,10 +208,10 @@ class LiveRequest:
         message = accepted_to_proto(
             accepted, request_id=self.request_id, prompt_tokens=self._prompt_tokens, seed=self._seed
         )
-        message.trimmed_tokens = self._admitted.trimmed_tokens
-        if self._admitted.clamped_max_tokens is not None:
-            message.clamped_max_tokens = self._admitted.clamped_max_tokens
-        self.record.accepted(accepted)
+        message.trimmed_tokens = self._trimmed_tokens
+        if self._clamped_max_tokens is not None:
+            message.clamped_max_tokens = self._clamped_max_tokens
+        self.account.accepted(accepted)
         self._outbox.level = accepted.level
         self._outbox.accepted(self.request_id).CopyFrom(message)
         self._outbox.grow(_EVENT_BYTES)
@@ -143,7 +237,7 @@ class LiveRequest:
         last = choice.last_token_at
         choice.last_token_at = now
         if last is None:
-            self.record.first_token(now)
+            self.account.first_token(now)
         else:
             gaps[last] = gaps.get(last, 0) + 1
         if text or logprobs or self._return_token_ids:
@@ -162,8 +256,8 @@ class LiveRequest:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=choice.num_tokens,
             cached_tokens=finish.cached_tokens,
-            trimmed_tokens=self._admitted.trimmed_tokens,
-            clamped_max_tokens=self._admitted.clamped_max_tokens,
+            trimmed_tokens=self._trimmed_tokens,
+            clamped_max_tokens=self._clamped_max_tokens,
         )
         fill_finished(message, finish, usage, self._seed)
         if choice.over is not None:
@@ -174,7 +268,7 @@ class LiveRequest:
         elif message.HasField("error") and self._error is None:
             self._error = message.error
         self._outbox.grow(_EVENT_BYTES + message.ByteSize())
-        self.record.choice_ended(finish, choice.num_tokens)
+        self.account.choice_ended(finish, choice.num_tokens)
         if finish.last:
             outcome = self._error.reason if self._error is not None else FinishReason(message.reason).name
             self._end(outcome, self._error, told=True)
@@ -189,14 +283,14 @@ class LiveRequest:
         if self.ended:
             return
         self.ended = True
-        self.record.end("SLOW_CONSUMER" if self._outbox.cut else outcome)
+        self.account.end("SLOW_CONSUMER" if self._outbox.cut else outcome)
         self._outbox.end(self.request_id, error, told=told)
         if self.on_end is not None:
             self.on_end()
 
     def _show(
         self,
-        choice: Choice,
+        choice: ChoiceState,
         text: str,
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...] | None,

@@ -1,4 +1,4 @@
-"""The public API: protobuf on one side, validated records on the other.
+"""The public API: a request as a validated record, and its conversion from and to protobuf.
 
 `x_from_proto` checks what can be checked without the model and names every fault at once.
 """
@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from octavo.protocol.convert import finish_reason_to_proto, logprobs_to_proto
@@ -18,20 +19,88 @@ from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.core.effects import Accepted, ChoiceTimings, FinishChoice
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.live.calls import (
-    AcceptedAs,
-    ChatPrompt,
-    GenerateCall,
-    ResumedChoice,
-    ServiceTerms,
-    TextPrompt,
-    TokenPrompt,
-)
 
 MAX_REQUEST_ID: Final = 128
 MAX_CACHE_SALT: Final = 1024
 
 Violations = list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation: a serialized octavo.v1.Chat, parsed where it is rendered."""
+
+    packed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids: a serialized octavo.v1.TokenIds, parsed where it is checked."""
+
+    packed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTerms:
+    """What a client asks of the service. Durations in seconds; None takes the default."""
+
+    priority: Priority = Priority.STANDARD
+    queue_timeout_s: float | None = None
+    ttft_deadline_s: float | None = None
+    deadline_s: float | None = None
+    cache_salt: str = ""
+    may_trim: bool = False
+    """The prompt may be shortened and max_tokens lowered under load."""
+    keep_head_tokens: int = 0
+    keep_tail_tokens: int = 0
+    may_shed: bool = False
+    """It may be refused before others under load."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedChoice:
+    """What one choice had generated, and how much of its text was shown."""
+
+    token_ids: tuple[int, ...]
+    shown_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedAs:
+    """How a request was accepted before its stream was lost."""
+
+    prompt_tokens: int
+    """Of its prompt as it was computed."""
+    max_tokens: int | None
+    """What max_tokens was lowered to, if it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """A request, right in itself; what depends on the model is checked when it is admitted."""
+
+    request_id: str
+    model: str
+    """Empty: the one model that is served."""
+    prompt: TextPrompt | ChatPrompt | TokenPrompt
+    sampling: SamplingParams
+    terms: ServiceTerms = ServiceTerms()
+    resumed: Mapping[int, ResumedChoice] = field(default_factory=dict)
+    accepted_as: AcceptedAs | None = None
+    """Set only for a request that may be trimmed."""
+    return_token_ids: bool = False
+    skip_text: bool = False
+    keep_special_tokens: bool = False
+
+
+# Requests
 
 
 def generate_from_proto(message: pb.GenerateRequest) -> GenerateCall:

@@ -1,6 +1,6 @@
 """What each tenant has going on, and whether one more request fits its quotas.
 
-A request takes a seat before it is tokenized, on an estimate; the estimate is corrected as soon as its
+A request is charged before it is tokenized, on an estimate; the estimate is corrected as soon as its
 prompt is known and again when it has ended. Each of these costs the same however much is going on, and
 only tenants that exist are remembered.
 """
@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from octavo.keys import Tenant
-from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.observe.metrics import Metrics
+from scheduler_svc.observe.metrics import SchedulerMetrics
 
-# What most tokenizers make of prose; it is corrected within milliseconds.
-_BYTES_PER_TOKEN: Final = 4
 # What a request without max_tokens is taken to generate before there is experience.
 _OUTPUT_TOKENS: Final = 256.0
 _LEARNING_RATE: Final = 0.1
@@ -29,29 +26,15 @@ _UNKNOWN_RETRY_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """What a request is taken to cost, in tokens. `output` is None when nothing bounds it."""
+class TokenEstimate:
+    """About how many tokens a request will take. `output` is None when nothing bounds it."""
 
     prompt: int
     output: int | None
     choices: int = 1
 
-    @classmethod
-    def of(cls, message: pb.GenerateRequest) -> Estimate:
-        """Return the estimate from the size of a message; does not look at its input."""
-        match message.WhichOneof("input"):
-            case "tokens":
-                prompt = len(message.tokens.ids)
-            case "text":
-                prompt = 1 + len(message.text) // _BYTES_PER_TOKEN
-            case _:
-                prompt = 1 + message.chat.ByteSize() // _BYTES_PER_TOKEN
-        sampling = message.sampling
-        output = sampling.max_tokens if sampling.HasField("max_tokens") else None
-        return cls(prompt, output, max(1, sampling.n))
 
-
-class Bucket:
+class TokenBucket:
     """A minute's worth of something: what is taken comes back evenly, within a minute.
 
     More may be taken than there is, and then it takes longer until something fits again: so what
@@ -69,28 +52,31 @@ class Bucket:
         """Return how long it takes until this much fits; 0 when it does. More than a minute's worth fits
         when nothing is taken.
         """
-        missing = min(amount, self.per_minute) - self._refill(now)
+        missing = min(amount, self.per_minute) - self._level_at(now)
         return max(0.0, missing * 60 / self.per_minute)
 
     def take(self, amount: float, now: float) -> None:
         """Take this much; give it back when negative."""
-        self._level = min(float(self.per_minute), self._refill(now) - amount)
+        self._refill(now)
+        self._level = min(float(self.per_minute), self._level - amount)
 
     def resize(self, per_minute: int, now: float) -> None:
         """Change the size; what is taken stays taken."""
-        self._level = self._refill(now) + per_minute - self.per_minute
+        self._refill(now)
+        self._level += per_minute - self.per_minute
         self.per_minute = per_minute
 
-    def _refill(self, now: float) -> float:
+    def _level_at(self, now: float) -> float:
         # Who asks with an earlier time, as of its arrival, must not be given again what came back since.
-        now = max(now, self._at)
-        gained = (now - self._at) * self.per_minute / 60
-        self._level = min(float(self.per_minute), self._level + gained)
-        self._at = now
-        return self._level
+        gained = max(0.0, now - self._at) * self.per_minute / 60
+        return min(float(self.per_minute), self._level + gained)
+
+    def _refill(self, now: float) -> None:
+        self._level = self._level_at(now)
+        self._at = max(now, self._at)
 
 
-class Pace:
+class RateEstimator:
     """How fast something goes, lately: an amount that fades within some ten seconds."""
 
     __slots__ = ("_amount", "_at", "_since")
@@ -121,7 +107,7 @@ class Pace:
 class TenantState:
     """One tenant: its live requests, what is left of its quotas, and its accounts."""
 
-    def __init__(self, tenant: Tenant, metrics: Metrics, now: float) -> None:
+    def __init__(self, tenant: Tenant, metrics: SchedulerMetrics, now: float) -> None:
         self.tenant = tenant
         self.requests_in_flight = 0
         self.waiting_requests = 0
@@ -132,9 +118,9 @@ class TenantState:
         self.output_tokens = 0
         self._metrics = metrics
         self._mean_output = _OUTPUT_TOKENS
-        self._ends = Pace()
-        self._starts = Pace()
-        self._started_tokens = Pace()
+        self._ends = RateEstimator()
+        self._starts = RateEstimator()
+        self._started_tokens = RateEstimator()
         self._requests = _bucket(None, tenant.quotas.requests_per_minute, now)
         self._tokens = _bucket(None, tenant.quotas.tokens_per_minute, now)
 
@@ -144,29 +130,27 @@ class TenantState:
         self._requests = _bucket(self._requests, tenant.quotas.requests_per_minute, now)
         self._tokens = _bucket(self._tokens, tenant.quotas.tokens_per_minute, now)
 
-    def take(self, estimate: Estimate, now: float, *, paced: bool) -> Seat:
-        """Return a seat for one more request.
+    def take(self, estimate: TokenEstimate, now: float, *, paced: bool) -> QuotaLease:
+        """Charge one more request to the quotas and return its lease.
 
         Raises:
             ServiceError: a quota does not allow it; says which, and when it will.
         """
         error = self.refusal(estimate, now, paced=paced)
         if error is not None:
+            self.count_refusal(error)
             raise error
         self.arrivals += 1
         if self._requests is not None:
             self._requests.take(1, now)
-        return Seat(self, estimate.prompt, self._tokens_of(estimate), now)
+        return QuotaLease(self, estimate.prompt, self._tokens_of(estimate), now)
 
-    def refusal(self, estimate: Estimate, now: float, *, paced: bool) -> ServiceError | None:
-        """Return why a request that has come passes a quota, and when it will not; None if it fits."""
+    def refusal(self, estimate: TokenEstimate, now: float, *, paced: bool) -> ServiceError | None:
+        """Return which quota a request would pass, and when it will not; None if it fits."""
         found = self._excess(estimate.prompt, self._tokens_of(estimate), now, paced=paced)
         if found is None:
             return None
         quota, limit, retry_after_s = found
-        self.arrivals += 1
-        self.over_quota += 1
-        self._metrics.quota_refusals.labels(self.tenant.name, quota).inc()
         return ServiceError(
             "QUOTA_EXCEEDED",
             f"tenant {self.tenant.name} has reached its quota of {limit} {quota.replace('_', ' ')}",
@@ -175,7 +159,13 @@ class TenantState:
             metadata={"tenant": self.tenant.name, "quota": quota, "limit": str(limit)},
         )
 
-    def _tokens_of(self, estimate: Estimate) -> int:
+    def count_refusal(self, error: ServiceError) -> None:
+        """Count a request that came and was refused for a quota."""
+        self.arrivals += 1
+        self.over_quota += 1
+        self._metrics.quota_refusals.labels(self.tenant.name, error.metadata["quota"]).inc()
+
+    def _tokens_of(self, estimate: TokenEstimate) -> int:
         output = self._mean_output if estimate.output is None else float(estimate.output)
         return estimate.prompt + round(output * estimate.choices)
 
@@ -206,9 +196,9 @@ class TenantState:
             return "waiting_tokens", limit, self._started_tokens.time_for(over, now)
         return None
 
-    # For seats -----------------------------------------------------------------------------------
+    # For leases ----------------------------------------------------------------------------------
 
-    def sit(self, prompt_tokens: int, tokens: int, now: float) -> None:
+    def admit(self, prompt_tokens: int, tokens: int, now: float) -> None:
         """One more request is live."""
         self.requests_in_flight += 1
         self.waiting_requests += 1
@@ -239,8 +229,8 @@ class TenantState:
         self._metrics.tenant_tokens.labels(self.tenant.name, "output").inc(output_tokens)
 
 
-class Seat:
-    """One live request of a tenant, until it ends."""
+class QuotaLease:
+    """What one live request takes of its tenant's quotas, until it ends."""
 
     __slots__ = ("_charged", "_prompt_tokens", "_state", "_waits")
 
@@ -249,7 +239,7 @@ class Seat:
         self._prompt_tokens = prompt_tokens
         self._charged = tokens
         self._waits = True
-        state.sit(prompt_tokens, tokens, now)
+        state.admit(prompt_tokens, tokens, now)
 
     def tokenized(self, prompt_tokens: int, now: float) -> None:
         """The prompt is known now."""
@@ -278,7 +268,7 @@ class Seat:
 class Tenants:
     """All tenants that have had requests and still exist."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: SchedulerMetrics) -> None:
         self._metrics = metrics
         self._states: dict[str, TenantState] = {}
 
@@ -301,10 +291,10 @@ class Tenants:
         }
 
 
-def _bucket(former: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:
+def _bucket(former: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
     if per_minute is None:
         return None
     if former is None:
-        return Bucket(per_minute, now)
+        return TokenBucket(per_minute, now)
     former.resize(per_minute, now)
     return former

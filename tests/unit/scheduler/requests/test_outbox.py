@@ -10,8 +10,8 @@ from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.core import TokenDelta
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.live.outbox import GenerateOutbox, SessionOutbox
-from tests.unit.scheduler.live.test_requests import live_request, tokens
+from scheduler_svc.requests.outbox import GenerateOutbox, SessionOutbox
+from tests.unit.scheduler.requests.test_state import request_state, tokens
 
 LIMIT = 1 << 20
 
@@ -34,7 +34,7 @@ def taken(outbox: SessionOutbox) -> list[pb.SessionEvent]:
 
 async def test_tokens_of_a_client_that_is_behind_are_merged_into_few_events() -> None:
     outbox = SessionOutbox(LIMIT)
-    request = live_request(outbox, call={"return_token_ids": True}, max_tokens=10_000)
+    request = request_state(outbox, call={"return_token_ids": True}, max_tokens=10_000)
     say(request, "0123456789", 40)
     (message,) = taken(outbox)
     assert len(message.events) == 1
@@ -48,7 +48,7 @@ async def test_no_message_is_larger_than_a_slow_client_may_cost_and_nothing_is_l
     call: dict[str, bool], *, logprobs: bool
 ) -> None:
     outbox = SessionOutbox(LIMIT)
-    request = live_request(outbox, call=call, max_tokens=10**6)
+    request = request_state(outbox, call=call, max_tokens=10**6)
     say(request, "0123456789", 1000, logprobs=logprobs)
     say(request, "the end")
     messages = taken(outbox)
@@ -63,7 +63,7 @@ async def test_no_message_is_larger_than_a_slow_client_may_cost_and_nothing_is_l
 
 async def test_taking_makes_room_again() -> None:
     outbox = SessionOutbox(30_000)
-    request = live_request(outbox, call={"return_token_ids": True}, max_tokens=10**6)
+    request = request_state(outbox, call={"return_token_ids": True}, max_tokens=10**6)
     for _ in range(5):
         say(request, "0123456789", 400)
         taken(outbox)
@@ -83,7 +83,7 @@ async def test_client_that_reads_nothing_is_cut_at_the_limit(
     writer = asyncio.create_task(write())
     await asyncio.sleep(0)
     (outbox,) = outboxes
-    request = live_request(outbox, call={"return_token_ids": True}, max_tokens=10**6)
+    request = request_state(outbox, call={"return_token_ids": True}, max_tokens=10**6)
     say(request, "0123456789", 1900)
     assert not outbox.cut
     say(request, "0123456789", 200)
@@ -91,4 +91,4 @@ async def test_client_that_reads_nothing_is_cut_at_the_limit(
     with pytest.raises(asyncio.CancelledError):
         await writer
     request.fail(ServiceError("CANCELLED", "its stream was cut"))
-    assert request.record._accounts.outcomes == {"SLOW_CONSUMER": 1}
+    assert request.account._accounts.outcomes == {"SLOW_CONSUMER": 1}

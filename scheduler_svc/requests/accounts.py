@@ -7,27 +7,23 @@ request and however early.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import grpc
 import structlog
-from octavo.protocol.steps import Priority
+from octavo.protocol.steps import Priority, StepTiming
 
-from scheduler_svc.admission.tenants import Seat
 from scheduler_svc.core.effects import Accepted, FinishChoice
+from scheduler_svc.core.events import NewRequest
 from scheduler_svc.errors import CODES
-from scheduler_svc.observe.metrics import Metrics
-from scheduler_svc.observe.recent import RecentTimes
-
-if TYPE_CHECKING:
-    from scheduler_svc.admission.admission import Admitted
+from scheduler_svc.observe.metrics import SchedulerMetrics
+from scheduler_svc.observe.recent import RecentSum, RecentTimes
+from scheduler_svc.requests.tenants import QuotaLease
 
 _log = structlog.get_logger()
 
-RATE_WINDOW_S: Final = 10.0
-_MAX_SAMPLES: Final = 100_000
 # Not the client's fault, and no bug: there was no room, no time, or nobody to do it.
 _FOR_LOAD: Final = frozenset(
     {
@@ -39,55 +35,10 @@ _FOR_LOAD: Final = frozenset(
 _REFUSALS_LOGGED_EVERY_S: Final = 1.0
 
 
-class Recent:
-    """Values of the last ten seconds."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
-
-    def add(self, now: float, value: float) -> None:
-        """Take a value."""
-        samples = self._samples
-        samples.append((now, value))
-        while samples[0][0] < now - RATE_WINDOW_S:
-            samples.popleft()
-
-    def values(self, now: float) -> list[float]:
-        """Return the values, oldest first."""
-        return [value for at, value in self._samples if at >= now - RATE_WINDOW_S]
-
-    def quantile(self, share: float, now: float) -> float:
-        """Return a quantile, 0 when there are no values."""
-        values = sorted(self.values(now))
-        return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0
-
-
-class RecentSum:
-    """A sum over the last ten seconds, kept by tenths: however much is added, it does not grow."""
-
-    def __init__(self) -> None:
-        self._sums: deque[tuple[int, float]] = deque()
-
-    def add(self, now: float, value: float) -> None:
-        """Take a value."""
-        tenth, sums = int(now * 10), self._sums
-        if sums and sums[-1][0] == tenth:
-            sums[-1] = (tenth, sums[-1][1] + value)
-            return
-        sums.append((tenth, value))
-        while sums[0][0] < tenth - 10 * RATE_WINDOW_S:
-            sums.popleft()
-
-    def per_s(self, now: float) -> float:
-        """Return the sum per second."""
-        since = int(now * 10) - 10 * RATE_WINDOW_S
-        return sum(value for tenth, value in self._sums if tenth >= since) / RATE_WINDOW_S
-
-
 class Accounts:
     """All requests that ever came in, by how they ended, and those that are still here."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: SchedulerMetrics, clock: Callable[[], float]) -> None:
         self.metrics = metrics
         self.clock = clock
         self.arrivals = 0
@@ -98,19 +49,21 @@ class Accounts:
         self.recent_requests = RecentSum()
         self.recent_prompt_tokens = RecentSum()
         self.recent_output_tokens = RecentSum()
-        self.recent_ttft_s = Recent()
-        self.recent_queue_s = Recent()
+        self.recent_ttft_s = RecentTimes()
+        self.recent_queue_s = RecentTimes()
         self.recent_refusals = RecentSum()
         self.recent_itl_s = RecentTimes()
+        self.recent_bubble_s: dict[str, RecentSum] = {}
+        """Time that each worker waited for a plan while it had sequences."""
 
-    def open(self, transport: str) -> RequestRecord:
+    def open(self, transport: str) -> RequestAccount:
         """Account for an arrival."""
         self.arrivals += 1
         self.live += 1
         self.metrics.arrivals.labels(transport).inc()
         now = self.clock()
         self.recent_requests.add(now, 1)
-        return RequestRecord(self, transport, now)
+        return RequestAccount(self, transport, now)
 
     def refused(self, transport: str, priority: int, tenant: str, reason: str) -> None:
         """Account for an arrival that there is no room for: counters, and one log line a second for all."""
@@ -125,12 +78,19 @@ class Accounts:
             asyncio.get_running_loop().call_later(_REFUSALS_LOGGED_EVERY_S, self._log_refusals)
         self._refusals[reason] += 1
 
+    def step(self, worker_id: str, timing: StepTiming) -> None:
+        """Account for a step of a worker."""
+        bubble_s = timing.bubble_us / 1e6
+        self.recent_bubble_s.setdefault(worker_id, RecentSum()).add(self.clock(), bubble_s)
+        self.metrics.step.labels(worker_id).observe(timing.execute_us / 1e6)
+        self.metrics.bubble.labels(worker_id).inc(bubble_s)
+
     def _log_refusals(self) -> None:
         refusals, self._refusals = self._refusals, Counter()
         _log.info("requests_refused", **refusals)
 
 
-class RequestRecord:
+class RequestAccount:
     """The account of one request; ends as the one log line about it. Never holds its text."""
 
     def __init__(self, accounts: Accounts, transport: str, now: float) -> None:
@@ -138,8 +98,8 @@ class RequestRecord:
         self.request_id = ""
         self.tenant = ""
         """Empty until its key is known to be good."""
-        self.seat: Seat | None = None
-        """Its place among its tenant's requests, once it has one."""
+        self.lease: QuotaLease | None = None
+        """What it takes of its tenant's quotas, once it has been let in."""
         self._accounts = accounts
         self._transport = transport
         self._model = ""
@@ -156,19 +116,24 @@ class RequestRecord:
         self._finish: FinishChoice | None = None
         self._ended = False
 
-    def admitted(self, admitted: Admitted) -> None:
-        """The request is known to be right, and goes to the core."""
-        accounts, now, request = self._accounts, self._accounts.clock(), admitted.request
-        self._trimmed_tokens = admitted.trimmed_tokens
-        accounts.metrics.trimmed_tokens.inc(admitted.trimmed_tokens)
-        if admitted.clamped_max_tokens is not None:
+    def admitted(self, request: NewRequest, trimmed_tokens: int, *, clamped: bool) -> None:
+        """The request is known to be right, and goes to the core.
+
+        Args:
+            trimmed_tokens: that were cut off its prompt under load.
+            clamped: whether its max_tokens was lowered under load.
+        """
+        accounts, now = self._accounts, self._accounts.clock()
+        self._trimmed_tokens = trimmed_tokens
+        accounts.metrics.trimmed_tokens.inc(trimmed_tokens)
+        if clamped:
             accounts.metrics.clamped.inc()
         self._model = request.model
         self._priority = request.priority
         self._prompt_tokens = len(request.prompt_token_ids)
         self._resumed_tokens = sum(map(len, request.resumed.values()))
-        if self.seat is not None:
-            self.seat.tokenized(self._prompt_tokens, now)
+        if self.lease is not None:
+            self.lease.tokenized(self._prompt_tokens, now)
         accounts.metrics.tokenize.observe(now - self.arrival)
         accounts.metrics.prompt_tokens.inc(self._prompt_tokens)
         accounts.recent_prompt_tokens.add(now, self._prompt_tokens)
@@ -186,8 +151,8 @@ class RequestRecord:
                 error_s = now - self._accepted_at - self._expected.estimated_ttft_s
                 self._accounts.metrics.prediction_error.labels("ttft").observe(error_s)
             self._accounts.recent_ttft_s.add(now, self._ttft_s)
-            if self.seat is not None:
-                self.seat.started(now)
+            if self.lease is not None:
+                self.lease.started(now)
 
     def choice_ended(self, finish: FinishChoice, completion_tokens: int) -> None:
         """A choice has ended with this many tokens shown."""
@@ -217,8 +182,8 @@ class RequestRecord:
             accounts.recent_refusals.add(now, 1)
         if self.tenant:
             metrics.tenant_outcomes.labels(self.tenant, outcome).inc()
-        if self.seat is not None:
-            self.seat.end(*self._computed(), now)
+        if self.lease is not None:
+            self.lease.end(*self._computed(), now)
         metrics.duration.labels(priority).observe(now - self.arrival)
         metrics.cached_tokens.inc(self._cached_tokens)
         if self._ttft_s is not None:

@@ -7,22 +7,20 @@ from dataclasses import replace
 
 import pytest
 from octavo.keys import Quotas, Tenant
-from octavo.v1 import common_pb2
-from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.admission.tenants import Estimate, Seat, Tenants, TenantState
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.observe.metrics import Metrics
+from scheduler_svc.observe.metrics import SchedulerMetrics
+from scheduler_svc.requests.tenants import QuotaLease, Tenants, TenantState, TokenEstimate
 
 
 def state(**quotas: int) -> TenantState:
-    return Tenants(Metrics()).state(Tenant("acme", quotas=Quotas(**quotas)), 0.0)
+    return Tenants(SchedulerMetrics()).state(Tenant("acme", quotas=Quotas(**quotas)), 0.0)
 
 
 def take(
     tenant: TenantState, now: float, prompt: int = 10, output: int | None = 10, *, paced: bool = False
-) -> Seat:
-    return tenant.take(Estimate(prompt, output), now, paced=paced)
+) -> QuotaLease:
+    return tenant.take(TokenEstimate(prompt, output), now, paced=paced)
 
 
 def refusal(tenant: TenantState, now: float, prompt: int = 10, output: int = 10) -> ServiceError:
@@ -34,11 +32,11 @@ def refusal(tenant: TenantState, now: float, prompt: int = 10, output: int = 10)
 
 def test_without_quotas_everything_fits_and_is_counted() -> None:
     tenant = state()
-    seats = [take(tenant, 0.0) for _ in range(1000)]
+    leases = [take(tenant, 0.0) for _ in range(1000)]
     assert (tenant.requests_in_flight, tenant.waiting_requests, tenant.waiting_tokens) == (1000, 1000, 10_000)
-    for seat in seats:
-        seat.started(1.0)
-        seat.end(10, 3, 2.0)
+    for lease in leases:
+        lease.started(1.0)
+        lease.end(10, 3, 2.0)
     assert (tenant.requests_in_flight, tenant.waiting_requests, tenant.waiting_tokens) == (0, 0, 0)
     assert (tenant.prompt_tokens, tenant.output_tokens) == (10_000, 3000)
 
@@ -56,9 +54,9 @@ def test_requests_in_flight_are_bounded_until_one_ends_and_the_delay_follows_the
     take(tenant, 0.5)
     now = 0.5
     for _ in range(200):
-        seat = take(tenant, now)
+        lease = take(tenant, now)
         now += 0.25
-        seat.end(10, 10, now)
+        lease.end(10, 10, now)
     take(tenant, now)
     delay = refusal(tenant, now).retry_after_s
     assert delay == pytest.approx(0.25, rel=0.1)
@@ -69,9 +67,10 @@ def test_quota_holds_when_requests_are_taken_as_of_their_arrival() -> None:
     taken = 0
     for tick in range(6000):
         now = tick / 100
-        while tenant.refusal(Estimate(1, 1), now, paced=False) is None:
-            take(tenant, max(0.0, now - 0.05))
-            taken += 1
+        for at in (now, max(0.0, now - 0.05)):
+            while tenant.refusal(TokenEstimate(1, 1), at, paced=False) is None:
+                take(tenant, at)
+                taken += 1
     # A minute's worth at once, and what came back meanwhile.
     assert 1190 <= taken <= 1200
 
@@ -90,22 +89,22 @@ def test_requests_per_minute_come_back_evenly_and_the_delay_is_exact() -> None:
 
 def test_tokens_per_minute_are_settled_with_what_was_computed() -> None:
     tenant = state(tokens_per_minute=6000)
-    seat = take(tenant, 0.0, prompt=1000, output=4000)
+    lease = take(tenant, 0.0, prompt=1000, output=4000)
     error = refusal(tenant, 0.0, prompt=1000, output=500)
     assert error.metadata["quota"] == "tokens_per_minute"
     assert error.retry_after_s == pytest.approx(5.0, abs=0.01)
-    seat.tokenized(500, 0.0)
+    lease.tokenized(500, 0.0)
     take(tenant, 0.0, prompt=1000, output=500).end(0, 0, 0.0)
-    seat.end(400, 100, 0.0)
+    lease.end(400, 100, 0.0)
     take(tenant, 0.0, prompt=5000, output=500)
 
 
 def test_tokens_that_were_estimated_too_low_are_made_up_for() -> None:
     tenant = state(tokens_per_minute=600)
-    seat = take(tenant, 0.0, prompt=1, output=1)
-    seat.tokenized(1500, 0.0)
-    seat.started(0.0)
-    seat.end(1500, 300, 0.0)
+    lease = take(tenant, 0.0, prompt=1, output=1)
+    lease.tokenized(1500, 0.0)
+    lease.started(0.0)
+    lease.end(1500, 300, 0.0)
     error = refusal(tenant, 0.0, prompt=10, output=90)
     assert error.retry_after_s == pytest.approx(130, abs=0.1)
 
@@ -120,9 +119,9 @@ def test_request_larger_than_a_minutes_tokens_runs_when_nothing_is_taken() -> No
 def test_output_without_a_bound_is_estimated_from_experience() -> None:
     tenant = state(tokens_per_minute=10_000)
     for _ in range(60):
-        seat = take(tenant, 0.0, 1, None)
-        seat.started(0.0)
-        seat.end(1, 8, 0.0)
+        lease = take(tenant, 0.0, 1, None)
+        lease.started(0.0)
+        lease.end(1, 8, 0.0)
     for _ in range(800):
         take(tenant, 0.0, 1, None)
     with pytest.raises(ServiceError):
@@ -131,28 +130,28 @@ def test_output_without_a_bound_is_estimated_from_experience() -> None:
 
 def test_waiting_requests_and_tokens_are_bounded_until_the_first_token_but_not_for_paced_ones() -> None:
     tenant = state(waiting_requests=3, waiting_tokens=100)
-    seats = [take(tenant, 0.0, prompt=30) for _ in range(3)]
+    leases = [take(tenant, 0.0, prompt=30) for _ in range(3)]
     assert refusal(tenant, 0.0).metadata["quota"] == "waiting_requests"
     take(tenant, 0.0, paced=True).end(0, 0, 0.0)
-    seats[0].started(0.0)
+    leases[0].started(0.0)
     assert refusal(tenant, 0.0, prompt=50).metadata["quota"] == "waiting_tokens"
     take(tenant, 0.0, prompt=40)
 
 
 def test_prompt_larger_than_the_waiting_tokens_may_wait_alone() -> None:
     tenant = state(waiting_tokens=100)
-    seat = take(tenant, 0.0, prompt=500)
+    lease = take(tenant, 0.0, prompt=500)
     refusal(tenant, 0.0, prompt=1)
-    seat.started(0.0)
+    lease.started(0.0)
     take(tenant, 0.0, prompt=500)
 
 
 def test_refusal_takes_nothing_from_the_quotas() -> None:
     tenant = state(requests_in_flight=1, requests_per_minute=10, tokens_per_minute=1000)
-    seat = take(tenant, 0.0)
+    lease = take(tenant, 0.0)
     for _ in range(1000):
         refusal(tenant, 0.0)
-    seat.end(0, 0, 0.0)
+    lease.end(0, 0, 0.0)
     for _ in range(9):
         take(tenant, 0.0).end(0, 0, 0.0)
     assert refusal(tenant, 0.0).metadata["quota"] == "requests_per_minute"
@@ -160,14 +159,14 @@ def test_refusal_takes_nothing_from_the_quotas() -> None:
 
 
 def test_new_quotas_hold_for_what_is_going_on_already() -> None:
-    tenants = Tenants(Metrics())
+    tenants = Tenants(SchedulerMetrics())
     old = Tenant("acme", quotas=Quotas(requests_per_minute=100))
     tenant = tenants.state(old, 0.0)
-    seats = [take(tenant, 0.0) for _ in range(50)]
+    leases = [take(tenant, 0.0) for _ in range(50)]
     new = replace(old, quotas=Quotas(requests_per_minute=60, requests_in_flight=50))
     assert tenants.state(new, 0.0) is tenant
     assert refusal(tenant, 0.0).metadata["quota"] == "requests_in_flight"
-    seats[0].end(0, 0, 0.0)
+    leases[0].end(0, 0, 0.0)
     for _ in range(10):
         take(tenant, 0.0).end(0, 0, 0.0)
     assert refusal(tenant, 0.0).metadata["quota"] == "requests_per_minute"
@@ -176,7 +175,7 @@ def test_new_quotas_hold_for_what_is_going_on_already() -> None:
 
 
 def test_tenants_that_are_gone_are_forgotten_when_nothing_of_them_runs() -> None:
-    tenants = Tenants(Metrics())
+    tenants = Tenants(SchedulerMetrics())
     for index in range(1000):
         take(tenants.state(Tenant(f"t{index}"), 0.0), 0.0).end(0, 0, 0.0)
     live = take(tenants.state(Tenant("live"), 0.0), 0.0)
@@ -190,7 +189,7 @@ def test_tenants_that_are_gone_are_forgotten_when_nothing_of_them_runs() -> None
 def test_books_close_and_long_run_rates_keep_to_the_quotas_under_any_traffic() -> None:
     rng = random.Random(7)
     tenant = state(requests_in_flight=20, requests_per_minute=600, tokens_per_minute=30_000)
-    live: list[tuple[Seat, int]] = []
+    live: list[tuple[QuotaLease, int]] = []
     delays: list[float] = []
     now, served, tokens = 0.0, 0, 0
     while now < 1800:
@@ -201,35 +200,19 @@ def test_books_close_and_long_run_rates_keep_to_the_quotas_under_any_traffic() -
         except ServiceError as error:
             delays.append(error.retry_after_s or 0.0)
         if live and rng.random() < 0.6:
-            seat, _ = live.pop(rng.randrange(len(live)))
+            lease, _ = live.pop(rng.randrange(len(live)))
             prompt, output = rng.randint(1, 300), rng.randint(0, 80)
-            seat.tokenized(prompt, now)
+            lease.tokenized(prompt, now)
             if rng.random() < 0.9:
-                seat.started(now)
-            seat.end(prompt, output, now)
+                lease.started(now)
+            lease.end(prompt, output, now)
             tokens += prompt + output
         assert tenant.requests_in_flight == len(live) <= 20
         assert tenant.waiting_requests <= len(live)
-    for seat, _ in live:
-        seat.end(0, 0, now)
+    for lease, _ in live:
+        lease.end(0, 0, now)
     assert (tenant.requests_in_flight, tenant.waiting_requests, tenant.waiting_tokens) == (0, 0, 0)
     assert 0 < min(delays) <= max(delays) < 3600
     assert served <= 600 + 10 * 1800
     # What is under way may overdraw by what was estimated too low.
     assert tokens <= 30_000 + 500 * 1800 + 20 * 400
-
-
-@pytest.mark.parametrize(
-    ("message", "prompt_tokens"),
-    [
-        (pb.GenerateRequest(text="word " * 800), 1000),
-        (pb.GenerateRequest(chat=pb.Chat(messages=[common_pb2.ChatMessage(content="x" * 4000)])), 1000),
-        (pb.GenerateRequest(tokens=pb.TokenIds(ids=[20_000] * 1000)), 1000),
-    ],
-)
-def test_estimate_comes_from_the_size_of_the_input(message: pb.GenerateRequest, prompt_tokens: int) -> None:
-    estimate = Estimate.of(message)
-    assert (estimate.output, estimate.choices) == (None, 1)
-    assert prompt_tokens <= estimate.prompt <= prompt_tokens + 5
-    message.sampling.max_tokens, message.sampling.n = 7, 3
-    assert (Estimate.of(message).output, Estimate.of(message).choices) == (7, 3)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Final
 
 from octavo.v1 import common_pb2
@@ -82,6 +83,20 @@ class Outbox(ABC):
     @abstractmethod
     def end(self, request_id: str, error: common_pb2.Error | None, *, told: bool) -> None:
         """Nothing more comes for a request. `told`: a Finished event has carried the error already."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStream:
+    """What all requests of one gRPC call share."""
+
+    outbox: Outbox
+    transport: str
+    rpc_deadline: float | None
+    """In monotonic seconds."""
+    api_key: str | None = field(repr=False)
+    """The call's own, for the requests that bring none."""
+    paced: bool = False
+    """Its client sends only what it was given credits for."""
 
 
 class GenerateOutbox(Outbox):

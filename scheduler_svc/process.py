@@ -1,0 +1,258 @@
+"""One scheduler: its rooms wired together, and its life from the first port to the last request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, NoReturn
+
+import structlog
+from octavo.keys import KeyFile
+
+from scheduler_svc.admission.access import Access
+from scheduler_svc.admission.admission import Admission
+from scheduler_svc.admission.input_processor import InputProcessor
+from scheduler_svc.admission.key_file import KeyFileWatch
+from scheduler_svc.admission.load import LoadGate
+from scheduler_svc.api.generation import GenerationService
+from scheduler_svc.api.operations import PinService, StatusService
+from scheduler_svc.api.server import SchedulerServer, Services
+from scheduler_svc.api.session import SessionLimits, SessionService
+from scheduler_svc.api.status import StatusCollector, StatusSources
+from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.core import SchedulerCore
+from scheduler_svc.driver import CoreDriver
+from scheduler_svc.fleet.models import ModelRegistry
+from scheduler_svc.fleet.pins import PinRegistry
+from scheduler_svc.fleet.worker_link import Epochs, LinkContext
+from scheduler_svc.fleet.workers import Fleet
+from scheduler_svc.observe.metrics import SchedulerMetrics, serve_metrics
+from scheduler_svc.planlog import PlanLogWriter, RecordingCore
+from scheduler_svc.requests.accounts import Accounts
+from scheduler_svc.requests.tenants import Tenants
+from scheduler_svc.text.tokenizer_pool import MAX_PENDING, TokenizerPool
+
+log = structlog.get_logger()
+
+EXIT_FAILED: Final = 1
+_CLOSE_S: Final = 1.0
+
+
+class SchedulerProcess:
+    """Everything of one scheduler. Made inside of an event loop."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.scheduler_id = settings.scheduler_id or f"scheduler-{uuid.uuid4().hex[:12]}"
+        self._settings = settings
+        self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._grace_over = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+        self.metrics = SchedulerMetrics()
+        self.metrics.price.set(settings.price_per_gpu_hour or 0.0)
+        self.accounts = Accounts(self.metrics, time.monotonic)
+        self.tenants = Tenants(self.metrics)
+        self.driver = CoreDriver(_make_core(settings), self.accounts, self.metrics)
+
+        # What may wait in the queue may also come all at once.
+        max_pending = max(MAX_PENDING, settings.max_waiting_requests)
+        self.pool = TokenizerPool(settings.tokenizer_processes, settings.tokenizer_timeout_s, max_pending)
+        self.models = ModelRegistry(self.pool)
+        self._pins = PinRegistry()
+        self.fleet = self._make_fleet()
+        self.models.fleet_is_tried = lambda: self.fleet.is_tried
+
+        self.access = Access(self.metrics)
+        self._key_file = self._load_keys()
+        gate = LoadGate(self.models, self.driver, settings)
+        self._inputs = InputProcessor(self.models, self.pool, gate, settings)
+        self._admission = Admission(self.access, self.tenants, gate, self._inputs, self.driver, self.accounts)
+
+        self._status = self._make_status()
+        limits = SessionLimits(settings.max_backlog_bytes, settings.max_session_requests)
+        self._sessions = SessionService(self._admission, self.driver, self.models, limits)
+        self.driver.on_level = self._sessions.top_up
+        self._server = self._make_server()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the process is on its way to its end."""
+        return self._stop.done()
+
+    def stop(self, cause: str, grace_s: float | None) -> None:
+        """Begin to end: refuse new requests, and give those here this long, or as long as they take.
+
+        Of two calls, the one whose grace is over first decides.
+        """
+        log.info("draining", cause=cause, grace_s=grace_s)
+        if grace_s is not None:
+            asyncio.get_running_loop().call_later(grace_s, self._grace_over.set)
+        if not self._stop.done():
+            self._stop.set_result(None)
+
+    async def serve(self, listening: asyncio.Future[int] | None = None) -> int:
+        """Run from start to end and return the exit code.
+
+        Args:
+            listening: is given the port once there is one.
+
+        Raises:
+            AddressTaken: a port cannot be had.
+        """
+        settings = self._settings
+        metrics_port, close_metrics = self._serve_metrics()
+        port = await self._server.start(settings.host, settings.port)
+        self.fleet.start()
+        driving = asyncio.create_task(self.driver.run(), name="driver")
+        vital: list[asyncio.Task[Any]] = [driving, *self.pool.start()]
+        watching = [_watch("history", self._status.history.run())]
+        if self._key_file is not None:
+            watching.append(_watch("key_file", self._key_file.run()))
+        log.info(
+            "scheduler_listening",
+            scheduler_id=self.scheduler_id,
+            port=port,
+            metrics_port=metrics_port,
+            workers=settings.workers,
+        )
+        if listening is not None:
+            listening.set_result(port)
+        try:
+            await asyncio.wait([*vital, self._stop], return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.done():
+                await self._drain(vital)
+            for task in vital:
+                if task.done():
+                    bug = None if task.cancelled() else task.exception()
+                    log.critical("task_died", task=task.get_name(), exc_info=bug)
+                    return EXIT_FAILED
+        finally:
+            await self._server.stop(_CLOSE_S)
+            await self.fleet.close()
+            await self.pool.close()
+            driving.cancel()
+            for task in watching:
+                task.cancel()
+            close_metrics()
+        log.info("scheduler_stopped", scheduler_id=self.scheduler_id)
+        return 0
+
+    def _serve_metrics(self) -> tuple[int | None, Callable[[], None]]:
+        settings = self._settings
+        if settings.metrics_port is None:
+            return None, lambda: None
+        return serve_metrics(self.metrics, self.driver.snapshot, settings.host, settings.metrics_port)
+
+    # Rooms ---------------------------------------------------------------------------------------
+
+    def _make_fleet(self) -> Fleet:
+        context = LinkContext(
+            scheduler_id=self.scheduler_id,
+            window=self._settings.window,
+            epochs=Epochs(),
+            driver=self.driver,
+            models=self.models,
+            on_change=self._workers_changed,
+            on_ready=self._pins.welcome,
+        )
+        return Fleet(self._settings.workers, context)
+
+    def _load_keys(self) -> KeyFileWatch | None:
+        settings = self._settings
+        if settings.key_file is None:
+            return None
+        watch = KeyFileWatch(settings.key_file, self.metrics, self._keys_changed)
+        watch.load()
+        if not settings.cache_secret.get_secret_value():
+            log.warning(
+                "cache_secret_missing",
+                meaning="who knows a tenant's name can compute the keys of its cached prefixes",
+                remedy="set OCTAVO_SCHEDULER_CACHE_SECRET to a random value that outlives restarts",
+            )
+        return watch
+
+    def _make_status(self) -> StatusCollector:
+        key_file = self._key_file
+        sources = StatusSources(
+            self.driver,
+            self.accounts,
+            self.tenants,
+            self.fleet,
+            self._pins,
+            lambda: key_file.problem if key_file is not None else None,
+        )
+        return StatusCollector(self.scheduler_id, sources, self._settings.price_per_gpu_hour)
+
+    def _make_server(self) -> SchedulerServer:
+        settings, max_backlog_bytes = self._settings, self._settings.max_backlog_bytes
+        services = Services(
+            GenerationService(self._admission, self.driver, self.models, self.pool, max_backlog_bytes),
+            self._sessions,
+            StatusService(
+                self._status,
+                self.fleet,
+                self.driver,
+                begin_drain=lambda grace_s: self.stop("Drain", grace_s),
+                access=self.access,
+                faults_enabled=settings.enable_faults,
+            ),
+            PinService(self._pins, self.fleet, self.models, self._inputs, self.access),
+        )
+        guard = self.access if settings.key_file is not None else None
+        return SchedulerServer(services, settings.max_streams, guard)
+
+    # Events --------------------------------------------------------------------------------------
+
+    def _keys_changed(self, key_file: KeyFile) -> None:
+        """The key file has been read, for the first time or again."""
+        self.access.key_file = key_file
+        self.tenants.keep(key_file.tenants)
+        self.driver.weigh_tenants({tenant.name: tenant.weight for tenant in key_file.tenants.values()})
+
+    def _workers_changed(self) -> None:
+        """A worker has come or gone."""
+        self._sessions.top_up()
+        self.metrics.devices.set(sum(link.status.devices for link in self.fleet if link.attached))
+        serving = self.fleet.num_ready > 0 and not self.stopping
+        task = asyncio.create_task(self._server.set_serving(serving=serving))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _drain(self, vital: list[asyncio.Task[Any]]) -> None:
+        """Wait until no request is live, the grace is over, or a task died without which none would end."""
+        await self._server.set_serving(serving=False)
+        self.driver.drain()
+        idle = asyncio.create_task(self.driver.wait_idle())
+        grace_over = asyncio.create_task(self._grace_over.wait())
+        try:
+            await asyncio.wait([idle, grace_over, *vital], return_when=asyncio.FIRST_COMPLETED)
+            if grace_over.done() and not idle.done():
+                log.warning("drain_grace_over", live_requests=self.accounts.live)
+        finally:
+            idle.cancel()
+            grace_over.cancel()
+
+
+def _make_core(settings: SchedulerSettings) -> SchedulerCore:
+    """Return the core, one that keeps a plan log if that is wanted."""
+    config = settings.core_config()
+    if settings.plan_log is None:
+        return SchedulerCore(config)
+    max_bytes = settings.plan_log_max_mib << 20
+    return RecordingCore(
+        config, PlanLogWriter(settings.plan_log, max_bytes=max_bytes, files=settings.plan_log_files)
+    )
+
+
+def _watch(name: str, endless: Coroutine[Any, Any, NoReturn]) -> asyncio.Task[NoReturn]:
+    """Run something beside the driver; should a bug end it, the rest goes on, and the log says so."""
+
+    def ended(task: asyncio.Task[NoReturn]) -> None:
+        if not task.cancelled():
+            log.critical("watcher_died", task=name, exc_info=task.exception())
+
+    task = asyncio.create_task(endless)
+    task.add_done_callback(ended)
+    return task
