@@ -12,8 +12,7 @@ import structlog
 from octavo.keys import KeyFile
 
 from scheduler_svc.admission.access import Access
-from scheduler_svc.admission.admission import Admission
-from scheduler_svc.admission.input_processor import InputProcessor
+from scheduler_svc.admission.admission import Admission, InputProcessor
 from scheduler_svc.admission.key_file import KeyFileWatch
 from scheduler_svc.admission.load import LoadGate
 from scheduler_svc.api.generation import GenerationService

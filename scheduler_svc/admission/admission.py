@@ -1,26 +1,58 @@
-"""Admission: the way of a request from its message to the core, for Generate and Session alike."""
+"""Admission: the way of a request from its message to the core, for Generate and Session alike.
+
+Nothing is spent on a request that there is no room for. One that there is room for is parsed and
+charged to its tenant, its prompt is tokenized and keyed, and the core is given the result.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import hmac
 import itertools
-from collections.abc import Callable
+import secrets
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final
 
 import structlog
 from octavo.keys import Tenant
+from octavo.protocol.convert import keys_from_proto
+from octavo.protocol.keys import chain, root_key
+from octavo.sampling import SamplingParams
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.admission.access import Access
-from scheduler_svc.admission.input_processor import InputProcessor
 from scheduler_svc.admission.load import IncomingRequest, LoadGate
+from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.core.events import NewRequest
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
+from scheduler_svc.fleet.models import ModelRegistry, ResolvedModel, ServedModel
 from scheduler_svc.requests.accounts import Accounts, RequestAccount
-from scheduler_svc.requests.messages import generate_from_proto
+from scheduler_svc.requests.messages import (
+    ChatPrompt,
+    GenerateCall,
+    ResumedChoice,
+    ServiceTerms,
+    TextPrompt,
+    Violations,
+    generate_from_proto,
+)
 from scheduler_svc.requests.outbox import ClientStream
-from scheduler_svc.requests.state import RequestState
+from scheduler_svc.requests.state import PreparedRequest, RequestState
 from scheduler_svc.requests.tenants import Tenants
+from scheduler_svc.text.tokenization import EncodeChat, Encoded, EncodeJob, EncodeText, KeySpec, TakeTokens
+from scheduler_svc.text.tokenizer_pool import TokenizerPool
+from scheduler_svc.text.trimming import TrimSpec
 
 _log = structlog.get_logger()
+
+# Making Python integers of this many tokens takes a few hundred microseconds.
+_SLICE_TOKENS: Final = 8192
+# A bare gRPC deadline ends the call on the client's side; ours has to come before it to be heard.
+_DEADLINE_MARGIN_S: Final = 0.5
 
 
 class Admission:
@@ -126,3 +158,182 @@ class Admission:
         account.admitted(prepared.request, trimmed_tokens, clamped=prepared.clamped_max_tokens is not None)
         self._driver.submit(state)
         return state
+
+
+class InputProcessor:
+    """Tokenizes requests, fills in defaults and checks what depends on the model."""
+
+    def __init__(
+        self, models: ModelRegistry, pool: TokenizerPool, gate: LoadGate, settings: SchedulerSettings
+    ) -> None:
+        self._models = models
+        self._pool = pool
+        self._gate = gate
+        self._salt_secret = settings.cache_secret.get_secret_value().encode()
+
+    async def prepare(
+        self, call: GenerateCall, core_id: str, incoming: IncomingRequest, arrival: float
+    ) -> PreparedRequest:
+        """Return the request for the core.
+
+        Args:
+            call: the request as its client put it.
+            core_id: its name in the core, unique among all streams.
+            incoming: what else is known of it.
+            arrival: when it came, in monotonic seconds.
+
+        Raises:
+            ServiceError: the model is unknown, or the request does not fit it; fields are named.
+        """
+        target = self._models.find(call.model)
+        model, terms, tenant = target.model, call.terms, incoming.tenant.name
+        keys = KeySpec(self.root_key(target, tenant, terms.cache_salt), model.block_size)
+        limits = self._gate.limits(call, model)
+        trim = limits.trim if limits is not None else None
+        # Read once: it changes with the fleet, also while the prompt is being tokenized.
+        context = model.max_model_len
+        encoded = await self._encode(call, model.text_key, context, keys, trim)
+        prompt = await _unpack(encoded.token_ids)
+        resolved = _resolve(call, model, len(prompt), context)
+        sampling = _clamp(resolved, limits.max_tokens if limits is not None else None)
+        prompt_keys = keys_from_proto(encoded.keys)
+        wanted = call.sampling.max_tokens or resolved.max_tokens
+        lowered = terms.may_trim and sampling.max_tokens != wanted
+        request = NewRequest(
+            request_id=core_id,
+            model=model.id,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            priority=terms.priority,
+            tenant=tenant,
+            prompt_keys=prompt_keys,
+            root_key=keys.root,
+            resumed={choice: resumed.token_ids for choice, resumed in call.resumed.items()},
+            resumed_keys=await _resumed_keys(call.resumed, prompt, prompt_keys, keys),
+            paced=incoming.stream.paced,
+            adapter=target.adapter,
+            may_shed=terms.may_shed,
+            queue_deadline=self._queue_deadline(terms, arrival),
+            ttft_deadline=_after(arrival, terms.ttft_deadline_s),
+            deadline=_deadline(terms, arrival, incoming.stream.rpc_deadline),
+        )
+        return PreparedRequest(
+            call,
+            request,
+            model.detokenizer,
+            model.eos_token_ids,
+            trimmed_tokens=encoded.trimmed_tokens,
+            clamped_max_tokens=sampling.max_tokens if lowered else None,
+        )
+
+    async def encode(self, job: EncodeJob, size_bytes: int) -> Encoded:
+        """Return the tokens of an input; raises as `TokenizerPool.encode` does."""
+        return await self._pool.encode(job, size_bytes)
+
+    def root_key(self, target: ResolvedModel, tenant: str, cache_salt: str) -> bytes:
+        """Return the root of a prompt's block keys: what it is shared among.
+
+        The tenant's part is keyed with a secret, so that nobody can compute another tenant's keys; the
+        request's own salt narrows it further.
+        """
+        message = len(tenant.encode()).to_bytes(4, "little") + tenant.encode() + cache_salt.encode()
+        salt = hmac.digest(self._salt_secret, message, hashlib.sha256)
+        model = target.model
+        return root_key(model.revision, target.adapter or "", model.kv_dtype, model.block_size, salt)
+
+    async def _encode(
+        self, call: GenerateCall, text_key: str, context: int, keys: KeySpec, trim: TrimSpec | None
+    ) -> Encoded:
+        match call.prompt:
+            case TextPrompt(text):
+                return await self.encode(EncodeText(text_key, context, text, keys=keys, trim=trim), len(text))
+            case ChatPrompt(packed):
+                return await self.encode(EncodeChat(text_key, context, packed, keys, trim=trim), len(packed))
+            case _:
+                packed = call.prompt.packed
+                return await self.encode(TakeTokens(text_key, context, packed, keys, trim), len(packed))
+
+    def _queue_deadline(self, terms: ServiceTerms, arrival: float) -> float | None:
+        timeout_s = terms.queue_timeout_s
+        if timeout_s is None:
+            timeout_s = self._gate.queue_timeout_s[terms.priority]
+        return _after(arrival, timeout_s)
+
+
+def _deadline(terms: ServiceTerms, arrival: float, rpc_deadline: float | None) -> float | None:
+    if terms.deadline_s is not None or rpc_deadline is None:
+        return _after(arrival, terms.deadline_s)
+    return rpc_deadline - min(_DEADLINE_MARGIN_S, (rpc_deadline - arrival) / 10)
+
+
+def _after(start: float, delay_s: float | None) -> float | None:
+    return start + delay_s if delay_s is not None else None
+
+
+async def _unpack(packed: bytes) -> list[int]:
+    """Return token ids as integers. Others get a turn in between when there are many."""
+    packed_ids = array("I")
+    packed_ids.frombytes(packed)
+    ids = packed_ids[:_SLICE_TOKENS].tolist()
+    for start in range(_SLICE_TOKENS, len(packed_ids), _SLICE_TOKENS):
+        await asyncio.sleep(0)
+        ids += packed_ids[start : start + _SLICE_TOKENS].tolist()
+    return ids
+
+
+async def _resumed_keys(
+    resumed: Mapping[int, ResumedChoice], prompt: list[int], prompt_keys: tuple[bytes, ...], keys: KeySpec
+) -> dict[int, tuple[bytes, ...]]:
+    """Return the keys of all full blocks of choices that go on. Others get a turn after each."""
+    parent = prompt_keys[-1] if prompt_keys else keys.root
+    rest = prompt[len(prompt_keys) * keys.block_size :]
+    found: dict[int, tuple[bytes, ...]] = {}
+    for choice, had in resumed.items():
+        found[choice] = (*prompt_keys, *chain(parent, [*rest, *had.token_ids], keys.block_size))
+        await asyncio.sleep(0)
+    return found
+
+
+def _resolve(
+    call: GenerateCall, model: ServedModel, prompt_tokens: int, max_model_len: int
+) -> SamplingParams:
+    """Return sampling with everything set that has to be."""
+    sampling = model.resolve(call.sampling)
+    violations: Violations = []
+    left = max_model_len - prompt_tokens
+    max_tokens = min(sampling.max_tokens, left) if sampling.max_tokens is not None else left
+    if call.sampling.max_tokens is not None and call.sampling.max_tokens > left and not call.terms.may_trim:
+        context = f"the prompt has {prompt_tokens} tokens and the context holds {max_model_len}"
+        problem = f"must be at most {left}: {context}, got {call.sampling.max_tokens}"
+        violations.append(("sampling.max_tokens", problem))
+    if sampling.min_tokens is not None and sampling.min_tokens > max_tokens:
+        violations.append(("sampling.min_tokens", f"must be at most {max_tokens}, got {sampling.min_tokens}"))
+    for token_id in (*sampling.logit_bias, *sampling.stop_token_ids):
+        if token_id >= model.vocab_size:
+            field = "logit_bias" if token_id in sampling.logit_bias else "stop_token_ids"
+            violations.append(
+                (f"sampling.{field}", f"must name tokens below {model.vocab_size}, got {token_id}")
+            )
+    clamped = call.accepted_as.max_tokens if call.accepted_as is not None else None
+    most = min(max_tokens, clamped) if clamped is not None else max_tokens
+    for choice, resumed in call.resumed.items():
+        if len(resumed.token_ids) > most:
+            violations.append(
+                (
+                    f"resume[{choice}].token_ids",
+                    f"has {len(resumed.token_ids)} tokens, more than max_tokens ({most})",
+                )
+            )
+        elif max(resumed.token_ids) >= model.vocab_size:
+            violations.append((f"resume[{choice}].token_ids", f"must be below {model.vocab_size}"))
+    if violations:
+        raise ServiceError.invalid(*violations)
+    seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
+    return replace(sampling, max_tokens=max_tokens, seed=seed)
+
+
+def _clamp(sampling: SamplingParams, most: int | None) -> SamplingParams:
+    """Return sampling with max_tokens lowered to `most`, or to min_tokens where that is more."""
+    if most is None or sampling.max_tokens is None or sampling.max_tokens <= most:
+        return sampling
+    return replace(sampling, max_tokens=min(sampling.max_tokens, max(1, most, sampling.min_tokens or 0)))

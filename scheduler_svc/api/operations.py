@@ -14,7 +14,7 @@ from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import operations_pb2, worker_pb2
 
 from scheduler_svc.admission.access import OPERATIONS, Access, bearer_key
-from scheduler_svc.admission.input_processor import InputProcessor
+from scheduler_svc.admission.admission import InputProcessor
 from scheduler_svc.api.parsing import Malformed, accept
 from scheduler_svc.api.rpc import Context, answering
 from scheduler_svc.api.status import StatusCollector

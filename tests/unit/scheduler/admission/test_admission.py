@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from octavo.protocol.keys import chain
 
-from scheduler_svc.admission.input_processor import _resumed_keys
+from scheduler_svc.admission.admission import _resumed_keys
 from scheduler_svc.requests.messages import ResumedChoice
 from scheduler_svc.text.tokenization import KeySpec
 from tests.unit.scheduler.core.desk import BLOCK, ROOT, Desk, worker
