@@ -44,7 +44,7 @@ _LOOP_TICK_S: Final = 0.001
 _WARNINGS: Final = frozenset({"worker_lost", "step_error", "level_changed"})
 
 
-class WorkerPort(Protocol):
+class WorkerConnection(Protocol):
     """What the driver needs of the link to a worker. None of it waits."""
 
     def send_plan(self, plan: Plan) -> None:
@@ -72,7 +72,7 @@ class CoreDriver:
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._requests: dict[str, RequestState] = {}
-        self._ports: dict[str, WorkerPort] = {}
+        self._connections: dict[str, WorkerConnection] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -97,22 +97,22 @@ class CoreDriver:
         if not state.ended:
             self._post(lambda now: self._core.cancel(state.core_id, now))
 
-    def worker_up(self, info: WorkerInfo, port: WorkerPort) -> None:
+    def worker_up(self, info: WorkerInfo, connection: WorkerConnection) -> None:
         """A worker has welcomed us."""
 
         def command(now: float) -> list[Effect]:
-            self._ports[info.worker_id] = port
+            self._connections[info.worker_id] = connection
             return self._core.worker_up(info, now)
 
         self._post(command)
 
-    def worker_down(self, worker_id: str, port: WorkerPort) -> None:
+    def worker_down(self, worker_id: str, connection: WorkerConnection) -> None:
         """The stream to a worker has ended."""
 
         def command(now: float) -> list[Effect]:
-            if self._ports.get(worker_id) is not port:
+            if self._connections.get(worker_id) is not connection:
                 return []
-            del self._ports[worker_id]
+            del self._connections[worker_id]
             return self._core.worker_down(worker_id, now)
 
         self._post(command)
@@ -178,7 +178,7 @@ class CoreDriver:
                 command, state = inbox.popleft()
                 self._perform(command(self._clock()))
                 if state is not None:
-                    self._end_what_is_over(state)
+                    self._stop_complete_choices(state)
             now = self._clock()
             due = self._core.next_wakeup()
             if due is not None and due <= now:
@@ -229,17 +229,17 @@ class CoreDriver:
 
     def _instruct(self, effect: SendPlan | SendCancel | DetachWorker) -> None:
         """Pass on what is for a worker; one whose stream has just ended does not need it any more."""
-        port = self._ports.get(effect.worker_id)
-        if port is None:
+        connection = self._connections.get(effect.worker_id)
+        if connection is None:
             return
         match effect:
             case SendPlan():
-                port.send_plan(effect.plan)
+                connection.send_plan(effect.plan)
             case SendCancel():
-                port.send_cancel(effect.handles)
+                connection.send_cancel(effect.handles)
             case DetachWorker():
-                del self._ports[effect.worker_id]
-                port.detach(effect.reason)
+                del self._connections[effect.worker_id]
+                connection.detach(effect.reason)
 
     def _emit(self, emit: EmitTokens, effects: list[Effect], stopped: list[tuple[str, int]]) -> None:
         """Hand out the tokens of a step."""
@@ -292,9 +292,9 @@ class CoreDriver:
         if not self._requests:
             self._idle.set()
 
-    def _end_what_is_over(self, state: RequestState) -> None:
+    def _stop_complete_choices(self, state: RequestState) -> None:
         """A resumed choice may have been complete before; the core is told once it knows the request."""
-        for choice in state.over():
+        for choice in state.complete_choices():
             self._perform(self._core.stop_choice(state.core_id, choice, self._clock()))
 
     def _log(self, event: LogEvent) -> None:

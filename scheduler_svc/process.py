@@ -154,7 +154,7 @@ class SchedulerProcess:
             driver=self.driver,
             models=self.models,
             on_change=self._workers_changed,
-            on_ready=self._pins.welcome,
+            on_ready=self._pins.worker_ready,
         )
         return Fleet(self._settings.workers, context)
 

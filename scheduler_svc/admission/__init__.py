@@ -1,1 +1,1 @@
-"""May it come in: keys, tenants, quotas, load, and the checks of a request against its model."""
+"""Admission: API keys, the load, and what makes a request of the core out of a message."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from grpc_channelz.v1 import channelz_pb2
@@ -79,14 +80,15 @@ class Access:
         if found is None:
             raise self._refuse("BAD_API_KEY", "the API key is not known here")
         if role is not None and role not in found.roles:
-            error = self._refuse("ROLE_REQUIRED", f"the key {found.id} does not have the role {role}")
-            error.metadata = {"key": found.id, "role": str(role)}
-            raise error
+            problem = f"the key {found.id} does not have the role {role}"
+            raise self._refuse("ROLE_REQUIRED", problem, {"key": found.id, "role": str(role)})
         return found
 
-    def _refuse(self, reason: str, message: str) -> ServiceError:
+    def _refuse(
+        self, reason: str, message: str, metadata: Mapping[str, str] = MappingProxyType({})
+    ) -> ServiceError:
         self._metrics.access_refusals.labels(reason).inc()
-        return ServiceError(reason, message)
+        return ServiceError(reason, message, metadata=metadata)
 
 
 def bearer_key(metadata: Metadata | None) -> str | None:

@@ -29,7 +29,7 @@ from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.fleet.models import ModelRegistry, ResolvedModel, ServedModel
+from scheduler_svc.fleet.models import ModelRegistry, ModelTarget, ServedModel
 from scheduler_svc.requests.accounts import Accounts, RequestAccount
 from scheduler_svc.requests.messages import (
     ChatPrompt,
@@ -230,7 +230,7 @@ class InputProcessor:
         """Return the tokens of an input; raises as `TokenizerPool.encode` does."""
         return await self._pool.encode(job, size_bytes)
 
-    def root_key(self, target: ResolvedModel, tenant: str, cache_salt: str) -> bytes:
+    def root_key(self, target: ModelTarget, tenant: str, cache_salt: str) -> bytes:
         """Return the root of a prompt's block keys: what it is shared among.
 
         The tenant's part is keyed with a secret, so that nobody can compute another tenant's keys; the

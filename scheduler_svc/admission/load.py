@@ -7,7 +7,7 @@ current view. What passes is checked again, exactly, when it gets to the core.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from octavo.keys import Tenant
 from octavo.protocol.steps import Priority
@@ -28,9 +28,11 @@ _CHARACTERS_PER_TOKEN: Final = 4.0
 _GAIN: Final = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class IncomingRequest:
-    """What is known of a request before its input is looked at: computed once, when it comes in."""
+class IncomingRequest(NamedTuple):
+    """What is known of a request before its input is looked at: computed once, when it comes in.
+
+    A tuple because it is made for each request that is refused, too.
+    """
 
     message: pb.GenerateRequest
     stream: ClientStream

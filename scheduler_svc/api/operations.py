@@ -21,7 +21,7 @@ from scheduler_svc.api.status import StatusCollector
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.fleet.models import ModelRegistry
-from scheduler_svc.fleet.pins import Pin, PinPort, PinRegistry
+from scheduler_svc.fleet.pins import Pin, PinnableWorker, PinRegistry
 from scheduler_svc.fleet.worker_link import WorkerLink
 from scheduler_svc.fleet.workers import Fleet
 from scheduler_svc.text.tokenization import EncodeChat, EncodeText, KeySpec, TakeTokens
@@ -195,7 +195,7 @@ class PinService:
             raise ServiceError.invalid(
                 (field, f"has {tokens} tokens, less than a block of {model.block_size}")
             )
-        placement = self._pins.put(pin, self._ports())
+        placement = self._pins.put(pin, self._attached())
         return operations_pb2.PinPrefixResponse(
             tokens=tokens,
             blocks=len(pin.keys),
@@ -210,10 +210,10 @@ class PinService:
         """Let a prefix go."""
         request = accept(request)
         model = self._models.find(request.model).model
-        pin = self._pins.remove(model.id, request.name, self._ports())
+        pin = self._pins.remove(model.id, request.name, self._attached())
         return operations_pb2.UnpinPrefixResponse(blocks=len(pin.keys))
 
-    def _ports(self) -> list[PinPort]:
+    def _attached(self) -> list[PinnableWorker]:
         return [link for link in self._fleet if link.attached]
 
 

@@ -103,7 +103,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedModel:
+class ModelTarget:
     """What a request asks for: a model, and the LoRA adapter to apply to it, if any."""
 
     model: ServedModel
@@ -133,7 +133,7 @@ class ModelRegistry:
         except ServiceError:
             return None
 
-    def find(self, name: str) -> ResolvedModel:
+    def find(self, name: str) -> ModelTarget:
         """Return what a request means by the name of a model or of an adapter.
 
         Raises:
@@ -142,12 +142,12 @@ class ModelRegistry:
         if not self._models:
             raise ServiceError("NO_WORKER", "no worker has connected yet", retry_after_s=1.0)
         if name in self._models:
-            return ResolvedModel(self._models[name])
+            return ModelTarget(self._models[name])
         if name:
             owners = [model for model in self if name in model.adapters]
             if owners:
                 # One whose workers are away may have left the name to another.
-                return ResolvedModel(max(owners, key=lambda owner: owner.claims_adapter(name)), name)
+                return ModelTarget(max(owners, key=lambda owner: owner.claims_adapter(name)), name)
             if not self.fleet_is_tried():
                 raise ServiceError(
                     "NO_WORKER", f"no worker with model {name!r} has connected yet", retry_after_s=1.0
@@ -161,7 +161,7 @@ class ModelRegistry:
             )
         if len(self._models) > 1:
             raise ServiceError.invalid(("model", f"must be set: there is {known}"))
-        return ResolvedModel(next(iter(self._models.values())))
+        return ModelTarget(next(iter(self._models.values())))
 
     async def claim(self, description: worker_pb2.WorkerDescription) -> ServedModel:
         """Take note of a worker that is about to be attached, and load its model if that is new.

@@ -13,7 +13,7 @@ from scheduler_svc.errors import ServiceError
 _log: Final = structlog.get_logger()
 
 
-class PinPort(Protocol):
+class PinnableWorker(Protocol):
     """What pinning needs of the link to a worker."""
 
     @property
@@ -61,23 +61,23 @@ class PinRegistry:
         """Iterate over the pins, by model and name."""
         return iter([self._pins[key] for key in sorted(self._pins)])
 
-    def welcome(self, port: PinPort) -> None:
+    def worker_ready(self, worker: PinnableWorker) -> None:
         """Tell a worker that has just been attached."""
-        pins = [pin for pin in self._pins.values() if pin.model == port.model_id]
+        pins = [pin for pin in self._pins.values() if pin.model == worker.model_id]
         for pin in pins:
-            pin.workers.discard(port.worker_id)
+            pin.workers.discard(worker.worker_id)
         for pin in pins:
-            self._offer(pin, port)
+            self._offer(pin, worker)
 
-    def put(self, pin: Pin, ports: Iterable[PinPort]) -> PinPlacement:
+    def put(self, pin: Pin, workers: Iterable[PinnableWorker]) -> PinPlacement:
         """Set a pin, replacing the one of that name, on every worker that has room for it.
 
         Raises:
             ServiceError: there are workers, and none has room; nothing has changed.
         """
-        mine = [port for port in ports if port.model_id == pin.model]
-        if mine and not any(self._fits(pin, port) for port in mine):
-            budget = max(port.pin_budget_blocks for port in mine)
+        mine = [worker for worker in workers if worker.model_id == pin.model]
+        if mine and not any(self._fits(pin, worker) for worker in mine):
+            budget = max(worker.pin_budget_blocks for worker in mine)
             raise ServiceError(
                 "PIN_BUDGET",
                 f"the prefix takes {len(pin.keys)} blocks, and no worker has room for them beside its other "
@@ -86,16 +86,16 @@ class PinRegistry:
             )
         former = self._pins.get((pin.model, pin.name))
         self._pins[pin.model, pin.name] = pin
-        without_room = [port for port in mine if not self._offer(pin, port)]
-        for port in without_room:
-            if former is not None and port.worker_id in former.workers:
-                port.send_pin(pin.name, ())
+        without_room = [worker for worker in mine if not self._offer(pin, worker)]
+        for worker in without_room:
+            if former is not None and worker.worker_id in former.workers:
+                worker.send_pin(pin.name, ())
         self._fill(pin.model, mine)
         return PinPlacement(
-            tuple(sorted(pin.workers)), tuple(sorted(port.worker_id for port in without_room))
+            tuple(sorted(pin.workers)), tuple(sorted(worker.worker_id for worker in without_room))
         )
 
-    def remove(self, model: str, name: str, ports: Iterable[PinPort]) -> Pin:
+    def remove(self, model: str, name: str, workers: Iterable[PinnableWorker]) -> Pin:
         """Lift a pin and return it.
 
         Raises:
@@ -104,40 +104,40 @@ class PinRegistry:
         pin = self._pins.pop((model, name), None)
         if pin is None:
             raise ServiceError("UNKNOWN_PIN", f"no pin {name!r} for model {model}")
-        mine = [port for port in ports if port.model_id == model]
-        for port in mine:
-            port.send_pin(name, ())
+        mine = [worker for worker in workers if worker.model_id == model]
+        for worker in mine:
+            worker.send_pin(name, ())
         self._fill(model, mine)
         return pin
 
-    def _fill(self, model: str, ports: Iterable[PinPort]) -> None:
+    def _fill(self, model: str, workers: Iterable[PinnableWorker]) -> None:
         """Give the room that has come free to pins that had none, oldest first."""
-        for port in ports:
+        for worker in workers:
             for pin in self._pins.values():
-                if pin.model == model and port.worker_id not in pin.workers and self._fits(pin, port):
-                    self._offer(pin, port)
+                if pin.model == model and worker.worker_id not in pin.workers and self._fits(pin, worker):
+                    self._offer(pin, worker)
 
-    def _offer(self, pin: Pin, port: PinPort) -> bool:
+    def _offer(self, pin: Pin, worker: PinnableWorker) -> bool:
         """Send a pin if the worker has room for it; return whether it has."""
-        if not self._fits(pin, port):
+        if not self._fits(pin, worker):
             _log.warning(
                 "pin_without_room",
                 name=pin.name,
                 model=pin.model,
-                worker_id=port.worker_id,
+                worker_id=worker.worker_id,
                 blocks=len(pin.keys),
-                budget_blocks=port.pin_budget_blocks,
+                budget_blocks=worker.pin_budget_blocks,
             )
             return False
-        pin.workers.add(port.worker_id)
-        port.send_pin(pin.name, pin.keys)
+        pin.workers.add(worker.worker_id)
+        worker.send_pin(pin.name, pin.keys)
         return True
 
-    def _fits(self, pin: Pin, port: PinPort) -> bool:
+    def _fits(self, pin: Pin, worker: PinnableWorker) -> bool:
         """Return whether a worker's budget allows a pin; a block that others pin there counts once."""
         others = (
             other.keys
             for other in self._pins.values()
-            if other.model == pin.model and other.name != pin.name and port.worker_id in other.workers
+            if other.model == pin.model and other.name != pin.name and worker.worker_id in other.workers
         )
-        return len(frozenset(pin.keys).union(*others)) <= port.pin_budget_blocks
+        return len(frozenset(pin.keys).union(*others)) <= worker.pin_budget_blocks

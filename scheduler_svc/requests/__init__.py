@@ -1,1 +1,1 @@
-"""Live requests: their choices, what their clients are sent, their accounts."""
+"""Live requests: what clients ask for, their state, what is sent to them, accounts and tenants."""

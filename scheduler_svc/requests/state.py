@@ -197,8 +197,8 @@ class RequestState:
         except UnicodeDecodeError:
             raise ServiceError.invalid((field, "ends inside a character")) from None
 
-    def over(self) -> list[int]:
-        """Return the choices that are over although the core has not ended them."""
+    def complete_choices(self) -> list[int]:
+        """Return the choices that are complete although the core has not ended them."""
         return [choice.index for choice in self.choices if choice.over is not None and not choice.ended]
 
     # What the core says --------------------------------------------------------------------------

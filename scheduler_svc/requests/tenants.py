@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from octavo.keys import Tenant
 
@@ -25,8 +24,7 @@ _RETRY_S: Final = (0.05, 60.0)
 _UNKNOWN_RETRY_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEstimate:
+class TokenEstimate(NamedTuple):
     """About how many tokens a request will take. `output` is None when nothing bounds it."""
 
     prompt: int

@@ -1,4 +1,4 @@
-"""From tokens to text, one token at a time: whole characters only, and nothing twice.
+"""From tokens to text, one token at a time: whole characters only, nothing twice, and no stop strings.
 
 Most tokenizers of language models are one of two kinds, for which the text of a token does not depend
 on its neighbours: byte-level, and SentencePiece with byte fallback. For these a table of token bytes

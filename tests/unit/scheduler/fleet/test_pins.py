@@ -12,7 +12,7 @@ def keys(*numbers: int) -> tuple[bytes, ...]:
     return tuple(number.to_bytes(16, "little") for number in numbers)
 
 
-class Port:
+class Worker:
     """A worker that takes what it is told, and notices when that is too much."""
 
     def __init__(self, worker_id: str, budget: int, model: str = "m") -> None:
@@ -28,89 +28,89 @@ class Port:
         assert len(frozenset().union(*self.pins.values())) <= self.pin_budget_blocks
 
 
-def names(board: PinRegistry) -> dict[str, set[str]]:
-    return {pin.name: pin.workers for pin in board}
+def names(registry: PinRegistry) -> dict[str, set[str]]:
+    return {pin.name: pin.workers for pin in registry}
 
 
 def test_blocks_that_two_pins_share_count_once() -> None:
-    board, port = PinRegistry(), Port("w1", 6)
-    board.put(Pin("m", "one", keys(1, 2, 3, 4)), [port])
+    registry, worker = PinRegistry(), Worker("w1", 6)
+    registry.put(Pin("m", "one", keys(1, 2, 3, 4)), [worker])
 
-    assert board.put(Pin("m", "two", keys(1, 2, 3, 5, 6)), [port]) == PinPlacement(("w1",), ())
-    assert set(port.pins) == {"one", "two"}
+    assert registry.put(Pin("m", "two", keys(1, 2, 3, 5, 6)), [worker]) == PinPlacement(("w1",), ())
+    assert set(worker.pins) == {"one", "two"}
 
 
 def test_worker_without_room_is_named_and_not_told() -> None:
-    board, large, small, contiguous = PinRegistry(), Port("w1", 8), Port("w2", 3), Port("w3", 0)
+    registry, large, small, contiguous = PinRegistry(), Worker("w1", 8), Worker("w2", 3), Worker("w3", 0)
 
-    placement = board.put(Pin("m", "one", keys(1, 2, 3, 4)), [small, contiguous, large])
+    placement = registry.put(Pin("m", "one", keys(1, 2, 3, 4)), [small, contiguous, large])
 
     assert placement == PinPlacement(("w1",), ("w2", "w3"))
     assert (set(large.pins), small.pins, contiguous.pins) == ({"one"}, {}, {})
-    assert names(board) == {"one": {"w1"}}
+    assert names(registry) == {"one": {"w1"}}
 
 
 def test_pin_that_nobody_has_room_for_is_refused_and_changes_nothing() -> None:
-    board, port = PinRegistry(), Port("w1", 4)
-    board.put(Pin("m", "one", keys(1, 2)), [port])
+    registry, worker = PinRegistry(), Worker("w1", 4)
+    registry.put(Pin("m", "one", keys(1, 2)), [worker])
 
     with pytest.raises(ServiceError) as caught:
-        board.put(Pin("m", "one", keys(1, 2, 3, 4, 5)), [port])
+        registry.put(Pin("m", "one", keys(1, 2, 3, 4, 5)), [worker])
 
     assert caught.value.reason == "PIN_BUDGET"
-    assert [pin.keys for pin in board] == [keys(1, 2)]
-    assert port.pins == {"one": keys(1, 2)}
+    assert [pin.keys for pin in registry] == [keys(1, 2)]
+    assert worker.pins == {"one": keys(1, 2)}
 
 
 def test_replacement_is_lifted_where_only_the_former_had_room() -> None:
-    board, large, small = PinRegistry(), Port("w1", 8), Port("w2", 2)
-    board.put(Pin("m", "one", keys(1, 2)), [large, small])
+    registry, large, small = PinRegistry(), Worker("w1", 8), Worker("w2", 2)
+    registry.put(Pin("m", "one", keys(1, 2)), [large, small])
 
-    placement = board.put(Pin("m", "one", keys(3, 4, 5)), [large, small])
+    placement = registry.put(Pin("m", "one", keys(3, 4, 5)), [large, small])
 
     assert placement == PinPlacement(("w1",), ("w2",))
     assert (large.pins, small.pins) == ({"one": keys(3, 4, 5)}, {})
 
 
 def test_worker_that_attaches_later_gets_the_pins_that_fit() -> None:
-    board = PinRegistry()
+    registry = PinRegistry()
     for name, first in (("a", 0), ("b", 10), ("c", 20)):
-        board.put(Pin("m", name, keys(*range(first, first + (4 if name == "b" else 2)))), [])
-    board.put(Pin("other", "d", keys(1)), [])
-    port = Port("w1", 4)
+        registry.put(Pin("m", name, keys(*range(first, first + (4 if name == "b" else 2)))), [])
+    registry.put(Pin("other", "d", keys(1)), [])
+    worker = Worker("w1", 4)
 
-    board.welcome(port)
+    registry.worker_ready(worker)
 
-    assert set(port.pins) == {"a", "c"}
-    assert names(board) == {"a": {"w1"}, "b": set(), "c": {"w1"}, "d": set()}
+    assert set(worker.pins) == {"a", "c"}
+    assert names(registry) == {"a": {"w1"}, "b": set(), "c": {"w1"}, "d": set()}
 
 
 def test_worker_that_comes_back_with_a_smaller_budget_keeps_less() -> None:
-    board = PinRegistry()
-    board.put(Pin("m", "one", keys(1, 2, 3)), [Port("w1", 4)])
+    registry = PinRegistry()
+    registry.put(Pin("m", "one", keys(1, 2, 3)), [Worker("w1", 4)])
 
-    board.welcome(Port("w1", 2))
+    registry.worker_ready(Worker("w1", 2))
 
-    assert names(board) == {"one": set()}
+    assert names(registry) == {"one": set()}
 
 
 def test_room_that_comes_free_is_given_to_the_pins_that_had_none() -> None:
-    board, large, small = PinRegistry(), Port("w1", 9), Port("w2", 3)
-    board.put(Pin("m", "a", keys(1, 2, 3)), [large, small])
-    board.put(Pin("m", "b", keys(4, 5)), [large, small])
-    board.put(Pin("m", "c", keys(6)), [large, small])
-    assert names(board) == {"a": {"w1", "w2"}, "b": {"w1"}, "c": {"w1"}}
+    registry, large, small = PinRegistry(), Worker("w1", 9), Worker("w2", 3)
+    registry.put(Pin("m", "a", keys(1, 2, 3)), [large, small])
+    registry.put(Pin("m", "b", keys(4, 5)), [large, small])
+    registry.put(Pin("m", "c", keys(6)), [large, small])
+    assert names(registry) == {"a": {"w1", "w2"}, "b": {"w1"}, "c": {"w1"}}
 
-    board.put(Pin("m", "a", keys(1)), [large, small])
+    registry.put(Pin("m", "a", keys(1)), [large, small])
     assert small.pins == {"a": keys(1), "b": keys(4, 5)}
-    board.remove("m", "b", [large, small])
+    registry.remove("m", "b", [large, small])
     assert small.pins == {"a": keys(1), "c": keys(6)}
-    assert names(board) == {"a": {"w1", "w2"}, "c": {"w1", "w2"}}
+    assert names(registry) == {"a": {"w1", "w2"}, "c": {"w1", "w2"}}
 
 
 def test_lifted_pin_makes_room_for_another() -> None:
-    board, port = PinRegistry(), Port("w1", 2)
-    board.put(Pin("m", "one", keys(1, 2)), [port])
-    assert board.remove("m", "one", [port]).keys == keys(1, 2)
+    registry, worker = PinRegistry(), Worker("w1", 2)
+    registry.put(Pin("m", "one", keys(1, 2)), [worker])
+    assert registry.remove("m", "one", [worker]).keys == keys(1, 2)
 
-    assert board.put(Pin("m", "two", keys(3, 4)), [port]) == PinPlacement(("w1",), ())
+    assert registry.put(Pin("m", "two", keys(3, 4)), [worker]) == PinPlacement(("w1",), ())
