@@ -243,7 +243,7 @@ class CoreDriver:
 
     def _emit(self, emit: EmitTokens, effects: list[Effect], stopped: list[tuple[str, int]]) -> None:
         """Hand out the tokens of a step."""
-        # The token that stopped a choice is not text; which one that is follows later in the effects.
+        # The stop token of a choice is not shown; the effect that names it comes later in the list.
         last_is_stop = {
             (effect.request_id, effect.choice)
             for effect in effects

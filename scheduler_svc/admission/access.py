@@ -97,5 +97,5 @@ def bearer_key(metadata: Metadata | None) -> str | None:
     if not values:
         return None
     scheme, _, key = str(values[0]).partition(" ")
-    # With two of them, one may be of somebody else: who put it there does not matter.
+    # Of two keys one may be somebody else's, added on the way: neither is trusted.
     return key.strip() if scheme.lower() == "bearer" and len(values) == 1 else ""

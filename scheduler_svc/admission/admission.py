@@ -51,7 +51,7 @@ _log = structlog.get_logger()
 
 # Making Python integers of this many tokens takes a few hundred microseconds.
 _SLICE_TOKENS: Final = 8192
-# A bare gRPC deadline ends the call on the client's side; ours has to come before it to be heard.
+# The client ends the call at its gRPC deadline; the scheduler has to end it earlier to be heard.
 _DEADLINE_MARGIN_S: Final = 0.5
 
 

@@ -29,7 +29,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         try:
             self._access.authorize(handler_call_details.method, handler_call_details.invocation_metadata)
         except ServiceError as error:
-            # A method that does not exist stays one that does not exist.
+            # An unknown method (no handler) is answered as such by grpc.
             return _refuse(handler, error) if handler is not None else handler
         return handler
 

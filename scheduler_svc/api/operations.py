@@ -74,7 +74,7 @@ class StatusService:
             )
         seen_until = 0.0 if request.history else math.inf
         while True:
-            # Its key may be taken away meanwhile.
+            # The key may have been revoked since.
             self._access.authorize(_WATCH, context.invocation_metadata())
             status = self._board.status()
             status.history.extend(self._board.history.since(seen_until))
@@ -180,7 +180,7 @@ class PinService:
             case "chat":
                 chat = request.chat
                 if not chat.HasField("add_generation_prompt"):
-                    # The header of an answer would end the prefix where conversations go on.
+                    # A header of the assistant's turn at the end would differ from how conversations go on.
                     chat.add_generation_prompt = False
                 job = EncodeChat(model.text_key, longest, chat.SerializeToString(), keys)
             case _:

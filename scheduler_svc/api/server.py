@@ -24,7 +24,7 @@ from scheduler_svc.config import MAX_MESSAGE_BYTES
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
-    # A dead client is found within half a minute; a live but silent one is left alone for ever.
+    # A dead client is found within half a minute; an idle one may stay connected for ever.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -20,7 +20,7 @@ from scheduler_svc.text.tokenization import TextSpec, special_tokens
 from scheduler_svc.text.tokenizer_pool import TokenizerPool
 
 TOKENIZER_FILE: Final = "tokenizer.json"
-# What a request gets that neither says nor finds in the model's generation_config.
+# Defaults for what neither the request nor the model's generation_config sets.
 _NEUTRAL: Final = SamplingParams(
     temperature=1.0,
     top_p=1.0,
@@ -146,7 +146,7 @@ class ModelRegistry:
         if name:
             owners = [model for model in self if name in model.adapters]
             if owners:
-                # One whose workers are away may have left the name to another.
+                # Two may have it when the workers of one are away: then the other is meant.
                 return ModelTarget(max(owners, key=lambda owner: owner.claims_adapter(name)), name)
             if not self.fleet_is_tried():
                 raise ServiceError(

@@ -140,9 +140,9 @@ class WorkerLink:
                 try:
                     await asyncio.wait([self._session])
                 finally:
-                    # Cancelled ourselves, we take the session along.
+                    # When this task is cancelled, the session ends with it.
                     await _cancel(self._session)
-                # One that loads its model makes us wait for its answer, and need not wait for the question.
+                # An attempt that took long has waited enough: a worker that loads its model answers late.
                 soon = self.attached or time.monotonic() - began > _MAX_DELAY_S
                 self._conclude(self._session)
                 delay_s = _FIRST_DELAY_S if soon else min(_MAX_DELAY_S, delay_s * 2)

@@ -218,7 +218,7 @@ class SchedulerMetrics:
         key = (transport, priority if priority in _PRIORITIES else Priority.STANDARD, reason)
         counters = self._refused.get(key)
         if counters is None:
-            # To look counters up by their labels costs more than to count.
+            # Looking a counter up by its labels costs more than counting.
             name = Priority(key[1]).name.lower()
             counters = self.arrivals.labels(transport), self.outcomes.labels("", name, reason)
             self._refused[key] = counters

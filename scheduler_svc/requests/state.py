@@ -28,8 +28,8 @@ from scheduler_svc.requests.messages import (
 from scheduler_svc.requests.outbox import Outbox
 from scheduler_svc.text.detokenizer import PROMPT_TAIL, Detokenizer, StopMatcher, StopStrings, TextStream
 
-# A delta that waits for its client takes more text up to this size; then another one is begun, since
-# adding to a text copies it.
+# New text is added to the delta that waits for its client, up to this size: adding copies the text, so
+# past it another delta is begun.
 _MAX_DELTA_CHARS: Final = 4096
 _MAX_DELTA_TOKENS: Final = 512
 _EVENT_BYTES: Final = 64

@@ -1,4 +1,4 @@
-"""What each tenant has going on, and whether one more request fits its quotas.
+"""The live requests of each tenant, and whether one more fits its quotas.
 
 A request is charged before it is tokenized, on an estimate; the estimate is corrected as soon as its
 prompt is known and again when it has ended. Each of these costs the same however much is going on, and
@@ -65,7 +65,7 @@ class TokenBucket:
         self.per_minute = per_minute
 
     def _level_at(self, now: float) -> float:
-        # Who asks with an earlier time, as of its arrival, must not be given again what came back since.
+        # With a time before the last change (as of an arrival) nothing has come back since.
         gained = max(0.0, now - self._at) * self.per_minute / 60
         return min(float(self.per_minute), self._level + gained)
 
@@ -181,7 +181,7 @@ class TenantState:
         if self._tokens is not None and (wait_s := self._tokens.wait_s(tokens, now)) > 0:
             return "tokens_per_minute", self._tokens.per_minute, wait_s
         if paced:
-            # It waits on the client's side for its credit instead.
+            # Requests of a paced session wait at the client, for credits.
             return None
         limit = quotas.waiting_requests
         if limit is not None and self.waiting_requests >= limit:

@@ -134,7 +134,7 @@ class TextModel:
     def __init__(self, spec: TextSpec) -> None:
         self._spec = spec
         self._tokenizer = Tokenizer.from_buffer(spec.tokenizer_json)
-        # What the file sets for training would cut prompts here without a word.
+        # Settings for training in the file would cut prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._table = make_table(self._tokenizer)

@@ -36,7 +36,7 @@ _log = structlog.get_logger()
 _LARGE_BYTES: Final = 64 * 1024
 MAX_PENDING: Final = 1024
 _MAX_PENDING_BYTES: Final = 64 << 20
-# All children may have died for reasons of their own before one gets to work on a job.
+# Children may crash for reasons that have nothing to do with the job, so it is tried again.
 _MAX_ATTEMPTS: Final = 3
 _LOAD_TIMEOUT_S: Final = 60.0
 _LAST_BREATH_S: Final = 1.0
@@ -91,7 +91,7 @@ class _Child:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=1 << 20,
-                # One prompt, one core: the rest belongs to whoever computes.
+                # One core for each prompt: a worker on the same machine needs the others.
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
             )
         except OSError as error:

@@ -55,7 +55,7 @@ def trim_chat(
     try:
         whole = encode(chat)
     except InputError as error:
-        # So long that not even its size is known: trimmed it may do.
+        # Too long to be rendered as a whole; it may fit when it is trimmed.
         if spec is None or error.reason != "PROMPT_TOO_LONG":
             raise
         whole = None
@@ -65,7 +65,7 @@ def trim_chat(
     starts = _turns(chat)
     first = _first_to_drop(chat, starts, encode, spec)
     best, size = whole, None
-    # Tokens fall with each turn that goes: bisect for the fewest that have to.
+    # Each turn that is dropped makes it shorter: find the fewest to drop by bisection.
     low, high = 1, len(starts) - 1 - first
     while low <= high:
         middle = (low + high) // 2

@@ -104,7 +104,7 @@ async def test_quotas_follow_the_file(tmp_path: Path) -> None:
             await user.generate("twice")
         key_file(path, "user", tenants="[tenants.user]\nrequests_per_minute = 100\n")
         access = stack.process.access
-        await until(lambda: access.tenant(KEYS["user"]).quotas.requests_per_minute == 100)
+        await until(lambda: access.authenticate(KEYS["user"]).quotas.requests_per_minute == 100)
         for _ in range(20):
             await user.generate("again")
 
