@@ -1,15 +1,29 @@
-"""What admission prepares, so that the core need not compute it between steps."""
+"""The way of a request to the core: what is refused, and what is prepared for the core."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, cast
 
 import pytest
+from octavo.keys import KeyFile
 from octavo.protocol.keys import chain
+from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.admission.admission import _resumed_keys
+from scheduler_svc.admission.access import Access
+from scheduler_svc.admission.admission import Admission, InputProcessor, _resumed_keys
+from scheduler_svc.admission.load import LoadGate
+from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.driver import CoreDriver
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.fleet.models import ModelRegistry
+from scheduler_svc.observe.metrics import SchedulerMetrics
+from scheduler_svc.requests.accounts import Accounts
 from scheduler_svc.requests.messages import ResumedChoice
+from scheduler_svc.requests.outbox import ClientStream, GenerateOutbox
+from scheduler_svc.requests.tenants import Tenants
 from scheduler_svc.text.tokenization import KeySpec
+from scheduler_svc.text.tokenizer_pool import TokenizerPool
 from tests.unit.scheduler.core.desk import BLOCK, ROOT, Desk, worker
 
 KEYS = KeySpec(ROOT, BLOCK)
@@ -37,3 +51,22 @@ async def test_keys_of_resumed_choices_are_those_that_the_core_would_compute(pro
     assert admitted_keys(prompt, resumed=resumed, resumed_keys=prepared) == plain
     lengths = sorted(prompt_tokens + len(resumed.get(choice, ())) for choice in range(4))
     assert sorted(map(len, plain)) == [length // BLOCK for length in lengths]
+
+
+async def test_request_whose_key_is_not_known_is_told_so_and_counted_once() -> None:
+    metrics, driver = SchedulerMetrics(), cast("CoreDriver", None)
+    access, accounts = Access(metrics), Accounts(metrics, time.monotonic)
+    access.key_file = KeyFile.parse("")
+    models = ModelRegistry(cast("TokenizerPool", None))
+    gate = LoadGate(models, driver, SchedulerSettings.load({}))
+    admission = Admission(access, Tenants(metrics), gate, cast("InputProcessor", None), driver, accounts)
+    stream = ClientStream(GenerateOutbox(1 << 20), "generate", None, "octavo_unknown")
+
+    incoming = admission.receive(pb.GenerateRequest(text="x"), stream)
+    assert admission.refuse_at_once(incoming) is None
+    with pytest.raises(ServiceError) as caught:
+        await admission.start(incoming, admission.open(stream))
+
+    assert caught.value.reason == "BAD_API_KEY"
+    assert accounts.outcomes == {"BAD_API_KEY": 1}
+    assert metrics.registry.get_sample_value("octavo_access_refusals_total", {"reason": "BAD_API_KEY"}) == 1
