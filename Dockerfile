@@ -23,6 +23,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY client client
 COPY scheduler_svc scheduler_svc
 COPY worker_svc worker_svc
+COPY protos protos
 RUN /opt/octavo/bin/pip install -q ".[$EXTRAS]"
 
 FROM ${BASE}
