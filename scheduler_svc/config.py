@@ -1,15 +1,28 @@
-"""Settings of the scheduler: flags, then environment, then a TOML file, then defaults."""
+"""Settings of the scheduler, in sections: flags, then environment, then a TOML file, then defaults."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal, Self
 
 from octavo.protocol.steps import Priority
 from octavo.service.address import split_address
-from octavo.service.settings import ServiceSettings
-from pydantic import Field, SecretStr, StringConstraints, field_validator, model_validator
-from pydantic_settings import NoDecode, SettingsConfigDict
+from octavo.service.settings import (
+    COMMAS,
+    NONE,
+    Amount,
+    Count,
+    Grace,
+    Name,
+    Port,
+    ProcessSection,
+    Seconds,
+    Section,
+    ServerSection,
+    ServiceSettings,
+)
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from scheduler_svc.core.config import CoreConfig, StaticConfig
 from scheduler_svc.core.overload import OverloadConfig
@@ -17,67 +30,103 @@ from scheduler_svc.core.policies import POLICIES
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 
-Count = Annotated[int, Field(ge=1)]
-Amount = Annotated[int, Field(ge=0)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-Seconds = Annotated[float, Field(gt=0)]
-Grace = Annotated[float, Field(ge=0)]
+
+def _parts(value: object) -> object:
+    parts = value.split(",") if isinstance(value, str) else value
+    return [None if part == "none" else part for part in parts] if isinstance(parts, list | tuple) else parts
+
+
+def _ascending(value: tuple[float | None, ...]) -> tuple[float | None, ...]:
+    given = [threshold for threshold in value if threshold is not None]
+    if given != sorted(given) or any(threshold <= 0 for threshold in given):
+        raise ValueError("must be positive and ascending")
+    return value
+
+
 Share = Annotated[float, Field(ge=0, lt=1)]
-Thresholds = Annotated[tuple[float | None, float | None, float | None, float | None], NoDecode]
-Range = Annotated[tuple[Count, Count], NoDecode]
-Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=128)]
+OptionalGrace = Annotated[Grace | None, NONE]
+Thresholds = Annotated[
+    tuple[float | None, float | None, float | None, float | None],
+    BeforeValidator(_parts),
+    AfterValidator(_ascending),
+]
+Range = Annotated[tuple[Count, Count], COMMAS]
 
 
-class SchedulerSettings(ServiceSettings):
-    """Everything that can be set of a scheduler."""
+class SchedulerProcessSection(ProcessSection):
+    """How the process behaves."""
 
-    table: ClassVar[str] = "scheduler"
+    drain_grace_s: Grace = Field(30.0, description="seconds that running requests get after SIGTERM")
+    enable_faults: bool = Field(False, description="allow fault injection")
 
-    model_config = SettingsConfigDict(env_prefix="OCTAVO_SCHEDULER_", extra="forbid", frozen=True)
 
-    config_file: Path | None = Field(None, description="TOML file with a table [scheduler]")
+class SchedulerServerSection(ServerSection):
+    """Where clients find it, and how much they may hold open."""
 
-    # Where to be found, and whom to serve with
     listen: str = Field(
         "127.0.0.1:50051", description="address of the gRPC port, as host:port; port 0 is any free one"
     )
-    metrics_port: Port | None = Field(
+    metrics_port: Annotated[Port | None, NONE] = Field(
         9464, description="Prometheus metrics on the same host; 0 is any free one, `none` is off"
     )
-    workers: Annotated[tuple[Name, ...], NoDecode] = Field(
+    max_streams: Count = Field(8192, description="calls of clients that are open at the same time, at most")
+    max_session_requests: Count = Field(4096, description="live requests of one Session stream, at most")
+    max_backlog_bytes: Count = Field(
+        1 << 20, description="output that waits for one slow client; beyond it the stream is cut"
+    )
+
+
+class AccessSection(Section):
+    """Who may use it."""
+
+    key_file: Path | None = Field(
+        None,
+        description="TOML file of API keys and tenants, followed while it changes; "
+        "without one everybody is the anonymous tenant",
+    )
+    cache_secret: SecretStr = Field(
+        SecretStr(""),
+        description="keeps tenants from guessing each other's cache keys; must outlive restarts",
+    )
+
+
+class FleetSection(Section):
+    """Whom to serve with, and when one of them is lost."""
+
+    workers: Annotated[tuple[Name, ...], COMMAS] = Field(
         ("127.0.0.1:50061",),
         description="workers, as host:port separated by commas; dns:host:port is every address of the name",
     )
     scheduler_id: Name | None = Field(
         None, description="name of this scheduler; by default drawn at each start"
     )
+    step_watchdog_s: Seconds = Field(30.0, description="a worker that owes a report for longer is lost")
+    max_worker_deaths: Count = Field(
+        2, description="a request whose steps have killed this many workers is quarantined"
+    )
 
-    # How to schedule
+    @model_validator(mode="after")
+    def _addresses(self) -> Self:
+        if not self.workers:
+            raise ValueError("workers must name at least one worker")
+        for worker in self.workers:
+            split_address(worker.removeprefix("dns:"), "workers")
+        return self
+
+
+class QueueSection(Section):
+    """How many requests may wait, for how long, and who is next."""
+
     policy: str = Field("fcfs", description=f"order of the queue within a class: {', '.join(POLICIES)}")
-    batching: Literal["continuous", "static"] = Field(
-        "continuous", description="static: one batch in, one batch out, the control arm of experiments"
+    max_waiting_requests: Count = Field(500, description="requests that may wait; more are refused")
+    max_waiting_tokens: Annotated[Count | None, NONE] = Field(
+        1 << 20, description="prompt tokens that may wait, or `none`; what waits already does not leave"
     )
-    static_batch_size: Count = Field(8, description="requests in a static batch")
-    static_timeout_s: Seconds = Field(0.5, description="longest wait for a static batch to fill")
-    static_buckets: Annotated[tuple[int, ...], NoDecode] = Field(
-        (), description="upper prompt lengths of the static arm's buckets, separated by commas"
+    queue_timeout_interactive_s: OptionalGrace = Field(
+        1.5, description="longest wait of the interactive class, unless a request says otherwise; or `none`"
     )
-    static_hold_finished: bool = Field(
-        True, description="rows of a static batch that have finished are computed until the batch ends"
-    )
-    window: Count = Field(2, description="plans outstanding per worker, at most")
-    max_num_seqs: Count | None = Field(
-        None, description="sequences that run on a worker, at most; may only lower its own limit"
-    )
-    max_num_batched_tokens: Count | None = Field(
-        None, description="tokens computed in one step, at most; may only lower the worker's own limit"
-    )
-    max_partial_prefills: Count = Field(
-        4, description="prompts that are computed in chunks at the same time, at most"
-    )
-    chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
-    prefix_caching: bool = Field(True, description="share the KV blocks of common prefixes")
-    watermark: Share = Field(0.01, description="share of a pool that admissions leave free for growth")
+    queue_timeout_standard_s: OptionalGrace = Field(30.0, description="the same for the standard class")
+    queue_timeout_batch_s: OptionalGrace = Field(None, description="the same for the batch class")
     lookahead: Amount = Field(
         8, description="waiting requests that are passed over, at most, when they do not fit, to start others"
     )
@@ -95,6 +144,46 @@ class SchedulerSettings(ServiceSettings):
         30.0,
         description="with edf, a deadline that is later after the arrival, or none, counts as this",
     )
+
+    @property
+    def timeout_s(self) -> dict[Priority, float | None]:
+        """Longest wait of each class."""
+        return {
+            Priority.INTERACTIVE: self.queue_timeout_interactive_s,
+            Priority.STANDARD: self.queue_timeout_standard_s,
+            Priority.BATCH: self.queue_timeout_batch_s,
+        }
+
+    @property
+    def aging_s(self) -> dict[Priority, float]:
+        """Wait after which a class takes turns."""
+        given = {Priority.STANDARD: self.aging_standard_s, Priority.BATCH: self.aging_batch_s}
+        return CoreConfig().aging_s | given
+
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in POLICIES:
+            raise ValueError(f"must be one of {', '.join(POLICIES)}")
+        return value
+
+
+class PlanningSection(Section):
+    """What goes into a step."""
+
+    window: Count = Field(2, description="plans outstanding per worker, at most")
+    max_num_seqs: Count | None = Field(
+        None, description="sequences that run on a worker, at most; may only lower its own limit"
+    )
+    max_num_batched_tokens: Count | None = Field(
+        None, description="tokens computed in one step, at most; may only lower the worker's own limit"
+    )
+    max_partial_prefills: Count = Field(
+        4, description="prompts that are computed in chunks at the same time, at most"
+    )
+    chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
+    prefix_caching: bool = Field(True, description="share the KV blocks of common prefixes")
+    watermark: Share = Field(0.01, description="share of a pool that admissions leave free for growth")
     max_preemptions: Amount = Field(
         3, description="a request preempted this often is not preempted again for a higher class"
     )
@@ -102,11 +191,37 @@ class SchedulerSettings(ServiceSettings):
         None, description="cap prefill so that a step takes about this long; by default no cap"
     )
 
-    # How much to take, and for how long
-    max_waiting_requests: Count = Field(500, description="requests that may wait; more are refused")
-    max_waiting_tokens: Count | None = Field(
-        1 << 20, description="prompt tokens that may wait, or `none`; what waits already does not leave"
+
+class StaticSection(Section):
+    """Static batching instead of continuous batching, for experiments."""
+
+    batching: Literal["continuous", "static"] = Field(
+        "continuous", description="static: one batch in, one batch out, the control arm of experiments"
     )
+    static_batch_size: Count = Field(8, description="requests in a static batch")
+    static_timeout_s: Seconds = Field(0.5, description="longest wait for a static batch to fill")
+    static_buckets: Annotated[tuple[int, ...], COMMAS] = Field(
+        (), description="upper prompt lengths of the static arm's buckets, separated by commas"
+    )
+    static_hold_finished: bool = Field(
+        True, description="rows of a static batch that have finished are computed until the batch ends"
+    )
+
+    def core_config(self) -> StaticConfig | None:
+        """Return the settings of the static arm of the core, or None when batching is continuous."""
+        if self.batching == "continuous":
+            return None
+        return StaticConfig(
+            batch_size=self.static_batch_size,
+            timeout_s=self.static_timeout_s,
+            bucket_bounds=self.static_buckets,
+            hold_finished=self.static_hold_finished,
+        )
+
+
+class OverloadSection(Section):
+    """What is given up under load, and when."""
+
     overload_control: bool = Field(
         True,
         description="under load, degrade by levels (1 trims what may be trimmed, 2 refuses the batch class, "
@@ -142,6 +257,11 @@ class SchedulerSettings(ServiceSettings):
         "at the least and at the full backlog",
     )
     trim_max_tokens: Range = Field((512, 64), description="the same for max_tokens of these requests")
+
+
+class BreakerSection(Section):
+    """When workers are taken to be stuck."""
+
     breaker_stall_s: Seconds = Field(
         10.0, description="with work and no report for this long, the breaker opens"
     )
@@ -152,120 +272,6 @@ class SchedulerSettings(ServiceSettings):
     breaker_probes: Count = Field(
         3, description="requests that a half-open breaker lets in; when all had a first token it closes"
     )
-    queue_timeout_interactive_s: Grace | None = Field(
-        1.5, description="longest wait of the interactive class, unless a request says otherwise; or `none`"
-    )
-    queue_timeout_standard_s: Grace | None = Field(30.0, description="the same for the standard class")
-    queue_timeout_batch_s: Grace | None = Field(None, description="the same for the batch class")
-    step_watchdog_s: Seconds = Field(30.0, description="a worker that owes a report for longer is lost")
-    max_worker_deaths: Count = Field(
-        2, description="a request whose steps have killed this many workers is quarantined"
-    )
-    max_streams: Count = Field(8192, description="calls of clients that are open at the same time, at most")
-    max_session_requests: Count = Field(4096, description="live requests of one Session stream, at most")
-    max_backlog_bytes: Count = Field(
-        1 << 20, description="output that waits for one slow client; beyond it the stream is cut"
-    )
-
-    # Who may use it
-    key_file: Path | None = Field(
-        None,
-        description="TOML file of API keys and tenants, followed while it changes; "
-        "without one everybody is the anonymous tenant",
-    )
-
-    # Text
-    tokenizer_processes: Count = Field(2, description="child processes that tokenize")
-    tokenizer_timeout_s: Seconds = Field(10.0, description="longest time for one prompt")
-    cache_secret: SecretStr = Field(
-        SecretStr(""),
-        description="keeps tenants from guessing each other's cache keys; must outlive restarts",
-    )
-
-    # Behaviour
-    drain_grace_s: Grace = Field(30.0, description="seconds that running requests get after SIGTERM")
-    enable_faults: bool = Field(False, description="allow fault injection")
-    plan_log: Path | None = Field(
-        None, description="record events and plans in this file, for `octavo replay`; it holds token ids"
-    )
-    plan_log_max_mib: Count = Field(256, description="size at which the plan log goes on in a new file")
-    plan_log_files: Count = Field(4, description="files of the plan log that are kept")
-    price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="in any currency; makes the status show the cost of 1000 tokens"
-    )
-    log_format: Literal["auto", "json", "console"] = Field(
-        "auto", description="auto: json unless on a terminal"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least level that is logged"
-    )
-
-    def core_config(self) -> CoreConfig:
-        """Return the settings of the core."""
-        static = None
-        if self.batching == "static":
-            static = StaticConfig(
-                batch_size=self.static_batch_size,
-                timeout_s=self.static_timeout_s,
-                bucket_bounds=self.static_buckets,
-                hold_finished=self.static_hold_finished,
-            )
-        overload = OverloadConfig(
-            backlog=self.level_backlog,
-            wait=self.level_wait,
-            blocks=self.level_blocks,
-            misses=self.level_misses,
-            stall_s=self.breaker_stall_s,
-            exit_ratio=self.level_exit_ratio,
-            rise_s=self.level_rise_s,
-            dwell_s=self.level_dwell_s,
-            queue_timeout_s={
-                Priority.INTERACTIVE: self.queue_timeout_interactive_s,
-                Priority.STANDARD: self.queue_timeout_standard_s,
-                Priority.BATCH: self.queue_timeout_batch_s,
-            },
-            shed_prompt_tokens=self.shed_prompt_tokens,
-            trim_prompt_tokens=self.trim_prompt_tokens,
-            trim_max_tokens=self.trim_max_tokens,
-            open_s=self.breaker_open_s,
-            max_open_s=self.breaker_max_open_s,
-            num_probes=self.breaker_probes,
-        )
-        return CoreConfig(
-            policy=self.policy,
-            static=static,
-            window=self.window,
-            max_waiting_requests=self.max_waiting_requests,
-            max_waiting_tokens=self.max_waiting_tokens,
-            overload=overload if self.overload_control else None,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_partial_prefills=self.max_partial_prefills,
-            chunked_prefill=self.chunked_prefill,
-            prefix_caching=self.prefix_caching,
-            watermark=self.watermark,
-            lookahead=self.lookahead,
-            lookahead_age_s=self.lookahead_age_s,
-            aging_s={
-                **CoreConfig().aging_s,
-                Priority.STANDARD: self.aging_standard_s,
-                Priority.BATCH: self.aging_batch_s,
-            },
-            aging_stride=self.aging_stride,
-            starvation_age_s=self.starvation_age_s,
-            max_preemptions=self.max_preemptions,
-            max_worker_deaths=self.max_worker_deaths,
-            step_watchdog_s=self.step_watchdog_s,
-            target_itl_s=self.target_itl_s,
-        )
-
-    @model_validator(mode="after")
-    def _addresses(self) -> Self:
-        if not self.workers:
-            raise ValueError("workers must name at least one worker")
-        for worker in self.workers:
-            split_address(worker.removeprefix("dns:"), "workers")
-        return self
 
     @model_validator(mode="after")
     def _opens_longer(self) -> Self:
@@ -275,42 +281,70 @@ class SchedulerSettings(ServiceSettings):
             )
         return self
 
-    @field_validator("workers", "static_buckets", "trim_prompt_tokens", "trim_max_tokens", mode="before")
-    @classmethod
-    def _from_commas(cls, value: object) -> object:
-        return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
-    @field_validator("policy")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        if value not in POLICIES:
-            raise ValueError(f"must be one of {', '.join(POLICIES)}")
-        return value
+class TextSection(Section):
+    """How prompts are turned into tokens."""
 
-    @field_validator("level_backlog", "level_wait", "level_blocks", "level_misses", mode="before")
-    @classmethod
-    def _thresholds(cls, value: object) -> object:
-        parts = value.split(",") if isinstance(value, str) else value
-        return (
-            [None if part == "none" else part for part in parts] if isinstance(parts, list | tuple) else parts
+    tokenizer_processes: Count = Field(2, description="child processes that tokenize")
+    tokenizer_timeout_s: Seconds = Field(10.0, description="longest time for one prompt")
+
+
+class ObservabilitySection(Section):
+    """What is recorded, and what it is said to cost."""
+
+    plan_log: Path | None = Field(
+        None, description="record events and plans in this file, for `octavo replay`; it holds token ids"
+    )
+    plan_log_max_mib: Count = Field(256, description="size at which the plan log goes on in a new file")
+    plan_log_files: Count = Field(4, description="files of the plan log that are kept")
+    price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="in any currency; makes the status show the cost of 1000 tokens"
+    )
+
+
+class SchedulerSettings(ServiceSettings):
+    """Everything that can be set of a scheduler."""
+
+    service: ClassVar[str] = "scheduler"
+
+    server: SchedulerServerSection
+    access: AccessSection
+    fleet: FleetSection
+    queue: QueueSection
+    planning: PlanningSection
+    static: StaticSection
+    overload: OverloadSection
+    breaker: BreakerSection
+    text: TextSection
+    observability: ObservabilitySection
+    process: SchedulerProcessSection
+
+    def core_config(self) -> CoreConfig:
+        """Return the settings of the core, most of which have the same names there."""
+        of_core = {field.name for field in fields(CoreConfig)}
+        return CoreConfig(
+            **{name: value for name, value, _ in self.items() if name in of_core},
+            static=self.static.core_config(),
+            overload=self._overload() if self.overload.overload_control else None,
+            aging_s=self.queue.aging_s,
         )
 
-    @field_validator("level_backlog", "level_wait", "level_blocks", "level_misses", mode="after")
-    @classmethod
-    def _ascending(cls, value: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        given = [threshold for threshold in value if threshold is not None]
-        if given != sorted(given) or any(threshold <= 0 for threshold in given):
-            raise ValueError("must be positive and ascending")
-        return value
-
-    @field_validator(
-        "metrics_port",
-        "max_waiting_tokens",
-        "queue_timeout_interactive_s",
-        "queue_timeout_standard_s",
-        "queue_timeout_batch_s",
-        mode="before",
-    )
-    @classmethod
-    def _none(cls, value: object) -> object:
-        return None if value == "none" else value
+    def _overload(self) -> OverloadConfig:
+        levels, breaker = self.overload, self.breaker
+        return OverloadConfig(
+            backlog=levels.level_backlog,
+            wait=levels.level_wait,
+            blocks=levels.level_blocks,
+            misses=levels.level_misses,
+            exit_ratio=levels.level_exit_ratio,
+            rise_s=levels.level_rise_s,
+            dwell_s=levels.level_dwell_s,
+            queue_timeout_s=self.queue.timeout_s,
+            shed_prompt_tokens=levels.shed_prompt_tokens,
+            trim_prompt_tokens=levels.trim_prompt_tokens,
+            trim_max_tokens=levels.trim_max_tokens,
+            stall_s=breaker.breaker_stall_s,
+            open_s=breaker.breaker_open_s,
+            max_open_s=breaker.breaker_max_open_s,
+            num_probes=breaker.breaker_probes,
+        )

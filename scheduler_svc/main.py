@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 from octavo.keys import KeyFileError
-from octavo.service import event_loop, logs
+from octavo.service import event_loop
 from octavo.service.address import AddressTaken
 from prometheus_client import disable_created_metrics
 
@@ -30,7 +30,7 @@ _SWITCH_INTERVAL_S: Final = 0.0005
 
 def run(settings: SchedulerSettings) -> int:
     """Serve until told to stop; return the exit code."""
-    logs.configure(settings.log_format, settings.log_level)
+    settings.start_logging()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped library
     try:
@@ -39,7 +39,7 @@ def run(settings: SchedulerSettings) -> int:
         log.error("scheduler_cannot_start", reason=error.reason, problem=str(error))  # noqa: TRY400 - no bug
         return EXIT_ADDRESS_TAKEN
     except KeyFileError as error:
-        log.error("scheduler_cannot_start", reason="KEY_FILE", problem=f"{settings.key_file}: {error}")  # noqa: TRY400 - no bug
+        log.error("scheduler_cannot_start", reason="KEY_FILE", problem=f"{settings.access.key_file}: {error}")  # noqa: TRY400 - no bug
         return EXIT_SETTINGS
     except PlanLogError as error:
         log.error("scheduler_cannot_start", reason="PLAN_LOG_UNWRITABLE", problem=str(error))  # noqa: TRY400 - no bug
@@ -56,7 +56,7 @@ async def _run(settings: SchedulerSettings) -> int:
         if signalled:
             os._exit(128 + number)
         signalled = True
-        process.stop(number.name, settings.drain_grace_s)
+        process.stop(number.name, settings.process.drain_grace_s)
 
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)

@@ -43,21 +43,22 @@ class SchedulerProcess:
     """Everything of one scheduler. Made inside of an event loop."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        self.scheduler_id = settings.scheduler_id or f"scheduler-{uuid.uuid4().hex[:12]}"
+        self.scheduler_id = settings.fleet.scheduler_id or f"scheduler-{uuid.uuid4().hex[:12]}"
         self._settings = settings
         self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._grace_over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
         self.metrics = SchedulerMetrics()
-        self.metrics.price.set(settings.price_per_gpu_hour or 0.0)
+        self.metrics.price.set(settings.observability.price_per_gpu_hour or 0.0)
         self.accounts = Accounts(self.metrics, time.monotonic)
         self.tenants = Tenants(self.metrics)
         self.driver = CoreDriver(_make_core(settings), self.accounts, self.metrics)
 
         # What may wait in the queue may also come all at once.
-        max_pending = max(MAX_PENDING, settings.max_waiting_requests)
-        self.pool = TokenizerPool(settings.tokenizer_processes, settings.tokenizer_timeout_s, max_pending)
+        max_pending = max(MAX_PENDING, settings.queue.max_waiting_requests)
+        text = settings.text
+        self.pool = TokenizerPool(text.tokenizer_processes, text.tokenizer_timeout_s, max_pending)
         self.models = ModelRegistry(self.pool)
         self._pins = PinRegistry()
         self.fleet = self._make_fleet()
@@ -65,12 +66,13 @@ class SchedulerProcess:
 
         self.access = Access(self.metrics)
         self._key_file = self._load_keys()
-        gate = LoadGate(self.models, self.driver, settings)
-        self._inputs = InputProcessor(self.models, self.pool, gate, settings)
+        gate = LoadGate(self.models, self.driver, settings.queue)
+        self._inputs = InputProcessor(self.models, self.pool, gate, settings.access)
         self._admission = Admission(self.access, self.tenants, gate, self._inputs, self.driver, self.accounts)
 
         self._status = self._make_status()
-        limits = SessionLimits(settings.max_backlog_bytes, settings.max_session_requests)
+        server = settings.server
+        limits = SessionLimits(server.max_backlog_bytes, server.max_session_requests)
         self._sessions = SessionService(self._admission, self.driver, self.models, limits)
         self.driver.on_level = self._sessions.top_up
         self._server = self._make_server()
@@ -100,9 +102,9 @@ class SchedulerProcess:
         Raises:
             AddressTaken: a port cannot be had.
         """
-        settings = self._settings
+        server = self._settings.server
         metrics_port, close_metrics = self._serve_metrics()
-        port = await self._server.start(settings.host, settings.port)
+        port = await self._server.start(server.host, server.port)
         self.fleet.start()
         driving = asyncio.create_task(self.driver.run(), name="driver")
         vital: list[asyncio.Task[Any]] = [driving, *self.pool.start()]
@@ -114,7 +116,7 @@ class SchedulerProcess:
             scheduler_id=self.scheduler_id,
             port=port,
             metrics_port=metrics_port,
-            workers=settings.workers,
+            workers=self._settings.fleet.workers,
         )
         if listening is not None:
             listening.set_result(port)
@@ -139,7 +141,7 @@ class SchedulerProcess:
         return 0
 
     def _serve_metrics(self) -> tuple[int | None, Callable[[], None]]:
-        settings = self._settings
+        settings = self._settings.server
         if settings.metrics_port is None:
             return None, lambda: None
         return serve_metrics(self.metrics, self.driver.snapshot, settings.host, settings.metrics_port)
@@ -149,17 +151,17 @@ class SchedulerProcess:
     def _make_fleet(self) -> Fleet:
         context = LinkContext(
             scheduler_id=self.scheduler_id,
-            window=self._settings.window,
+            window=self._settings.planning.window,
             epochs=Epochs(),
             driver=self.driver,
             models=self.models,
             on_change=self._workers_changed,
             on_ready=self._pins.worker_ready,
         )
-        return Fleet(self._settings.workers, context)
+        return Fleet(self._settings.fleet.workers, context)
 
     def _load_keys(self) -> KeyFileWatch | None:
-        settings = self._settings
+        settings = self._settings.access
         if settings.key_file is None:
             return None
         watch = KeyFileWatch(settings.key_file, self.metrics, self._keys_changed)
@@ -182,12 +184,12 @@ class SchedulerProcess:
             self._pins,
             lambda: key_file.problem if key_file is not None else None,
         )
-        return StatusCollector(self.scheduler_id, sources, self._settings.price_per_gpu_hour)
+        return StatusCollector(self.scheduler_id, sources, self._settings.observability.price_per_gpu_hour)
 
     def _make_server(self) -> SchedulerServer:
-        settings, max_backlog_bytes = self._settings, self._settings.max_backlog_bytes
+        server = self._settings.server
         services = Services(
-            GenerationService(self._admission, self.driver, self.models, self.pool, max_backlog_bytes),
+            GenerationService(self._admission, self.driver, self.models, self.pool, server.max_backlog_bytes),
             self._sessions,
             StatusService(
                 self._status,
@@ -195,12 +197,12 @@ class SchedulerProcess:
                 self.driver,
                 begin_drain=lambda grace_s: self.stop("Drain", grace_s),
                 access=self.access,
-                faults_enabled=settings.enable_faults,
+                faults_enabled=self._settings.process.enable_faults,
             ),
             PinService(self._pins, self.fleet, self.models, self._inputs, self.access),
         )
-        guard = self.access if settings.key_file is not None else None
-        return SchedulerServer(services, settings.max_streams, guard)
+        guard = self.access if self._key_file is not None else None
+        return SchedulerServer(services, server.max_streams, guard)
 
     # Events --------------------------------------------------------------------------------------
 
@@ -236,12 +238,12 @@ class SchedulerProcess:
 
 def _make_core(settings: SchedulerSettings) -> SchedulerCore:
     """Return the core, one that keeps a plan log if that is wanted."""
-    config = settings.core_config()
-    if settings.plan_log is None:
+    config, observability = settings.core_config(), settings.observability
+    if observability.plan_log is None:
         return SchedulerCore(config)
-    max_bytes = settings.plan_log_max_mib << 20
+    max_bytes = observability.plan_log_max_mib << 20
     return RecordingCore(
-        config, PlanLogWriter(settings.plan_log, max_bytes=max_bytes, files=settings.plan_log_files)
+        config, PlanLogWriter(observability.plan_log, max_bytes=max_bytes, files=observability.plan_log_files)
     )
 
 

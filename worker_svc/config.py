@@ -1,4 +1,4 @@
-"""Settings of the worker: flags, then environment, then a TOML file, then defaults."""
+"""Settings of the worker, in sections: flags, then environment, then a TOML file, then defaults."""
 
 from __future__ import annotations
 
@@ -6,55 +6,31 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from octavo.service.settings import ServiceSettings
-from pydantic import Field, StringConstraints, field_validator, model_validator
-from pydantic_settings import SettingsConfigDict
-
-_RUNNERS_OF: Final = {
-    "device": ("torch",),
-    "padded": ("torch", "sim"),
-    **dict.fromkeys(("dtype", "num_threads"), ("torch", "vllm")),
-    **dict.fromkeys(
-        (
-            "kv_cache_dtype",
-            "quantization",
-            "enforce_eager",
-            "tensor_parallel_size",
-            "trust_remote_code",
-            "vllm_args",
-        ),
-        ("vllm",),
-    ),
-    **dict.fromkeys(("sim_profile", "sim_speed"), ("sim",)),
-}
-"""Settings that not every runner knows: elsewhere they would be ignored, and nobody would notice."""
+from octavo.service.settings import (
+    NONE,
+    Amount,
+    Count,
+    Grace,
+    Name,
+    Port,
+    ProcessSection,
+    Section,
+    ServerSection,
+    ServiceSettings,
+)
+from pydantic import Field, field_validator, model_validator
 
 NO_PIPELINE: Final = (
     "pipeline_parallel_size must be 1: a step's tokens are known before the next step starts, so "
     "stages would wait for each other; use tensor_parallel_size, or more workers"
 )
 
-Count = Annotated[int, Field(ge=1)]
-Amount = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=128)]
 
 
-class WorkerSettings(ServiceSettings):
-    """Everything that can be set of a worker."""
+class BackendSection(Section):
+    """The model, and what computes it."""
 
-    table: ClassVar[str] = "worker"
-
-    model_config = SettingsConfigDict(
-        env_prefix="OCTAVO_WORKER_",
-        extra="forbid",
-        frozen=True,
-    )
-
-    config_file: Path | None = Field(None, description="TOML file with a table [worker]")
-
-    # What to run
     model: Name = Field(
         "demo",
         description="model folder, GGUF file, name on the Hugging Face hub, `demo`, or `sim` (sim runner)",
@@ -65,6 +41,15 @@ class WorkerSettings(ServiceSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="type of the weights"
     )
+    num_threads: Count | None = Field(None, description="threads of the runner; by default one per core")
+    padded: bool = Field(
+        False, description="compute each batch padded to its longest row, as the static arm does (torch, sim)"
+    )
+
+
+class VllmSection(Section):
+    """What only the vllm runner knows."""
+
     kv_cache_dtype: str = Field("auto", description="type of keys and values in the cache")
     quantization: str | None = Field(None, description="quantization of the weights (vllm)")
     enforce_eager: bool = Field(False, description="no CUDA graphs (vllm)")
@@ -73,10 +58,45 @@ class WorkerSettings(ServiceSettings):
         1, description="always 1: stages would wait for each other; see tensor_parallel_size, or add workers"
     )
     trust_remote_code: bool = Field(False, description="run code that comes with the model (vllm)")
-    num_threads: Count | None = Field(None, description="threads of the runner; by default one per core")
     vllm_args: dict[str, Any] = Field({}, description="further engine arguments of vLLM")
 
-    # How much at once
+    @model_validator(mode="after")
+    def _one_stage(self) -> Self:
+        if self.pipeline_parallel_size != 1:
+            raise ValueError(NO_PIPELINE)
+        return self
+
+    @field_validator("vllm_args", mode="before")
+    @classmethod
+    def _from_json(cls, value: object) -> object:
+        return json.loads(value) if isinstance(value, str) else value
+
+
+class SimSection(Section):
+    """What only the sim runner knows."""
+
+    sim_profile: Path | None = Field(
+        None,
+        description="JSON of measured step times for --runner sim; by default the demo model on two cores",
+    )
+    sim_speed: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="the sim runner's clock, as a multiple of real time"
+    )
+
+
+_RUNNERS_OF: Final = {
+    "device": ("torch",),
+    "padded": ("torch", "sim"),
+    **dict.fromkeys(("dtype", "num_threads"), ("torch", "vllm")),
+    **dict.fromkeys(VllmSection.model_fields, ("vllm",)),
+    **dict.fromkeys(SimSection.model_fields, ("sim",)),
+}
+"""Settings that not every runner knows: elsewhere they would be ignored, and nobody would notice."""
+
+
+class BatchSection(Section):
+    """How much is computed at once."""
+
     max_num_seqs: Count = Field(32, description="sequences that run at the same time, at most")
     max_num_batched_tokens: Count = Field(512, description="tokens computed in one step, at most")
     max_model_len: Count | None = Field(
@@ -84,7 +104,19 @@ class WorkerSettings(ServiceSettings):
         description="tokens of one sequence, at most; by default what model and pool can hold",
     )
 
-    # KV memory
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) < max_num_seqs "
+                f"({self.max_num_seqs}): a step computes at least one token of every running sequence"
+            )
+        return self
+
+
+class KvSection(Section):
+    """How much KV memory there is, and how it is divided."""
+
     block_size: Annotated[int, Field(ge=1, le=256)] | None = Field(
         None, description="tokens per KV block; by default 16, and 32 with the vllm runner"
     )
@@ -109,73 +141,62 @@ class WorkerSettings(ServiceSettings):
         "paged", description="contiguous: one run per sequence, the control arm of experiments"
     )
 
-    padded: bool = Field(
-        False, description="compute each batch padded to its longest row, as the static arm does (torch, sim)"
-    )
+    @model_validator(mode="after")
+    def _said_once(self) -> Self:
+        for one, other in (("num_blocks", "kv_cache_bytes"), ("num_host_blocks", "host_kv_bytes")):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ValueError(f"{one} and {other} say the same thing: set one of them")
+        return self
 
-    # Where to be found
+
+class WorkerServerSection(ServerSection):
+    """Where schedulers find it."""
+
     listen: str = Field(
         "127.0.0.1:50061",
         description="address of the gRPC port, as host:port; port 0 is any free one",
     )
-    metrics_port: Port | None = Field(
+    metrics_port: Annotated[Port | None, NONE] = Field(
         9465, description="Prometheus metrics on the same host; 0 is any free one, `none` is off"
     )
     worker_id: Name | None = Field(None, description="name of this worker in the fleet; by default host:port")
 
-    # Behaviour
-    drain_grace_s: Annotated[float, Field(ge=0)] = Field(
-        30.0, description="seconds that running sequences get after SIGTERM"
-    )
+
+class WorkerProcessSection(ProcessSection):
+    """How the process behaves."""
+
+    drain_grace_s: Grace = Field(30.0, description="seconds that running sequences get after SIGTERM")
     enable_faults: bool = Field(False, description="allow fault injection")
     check_integrity: bool = Field(
         False, description="check all books after every step, and die if they do not balance"
     )
-    log_format: Literal["auto", "json", "console"] = Field(
-        "auto", description="auto: json unless on a terminal"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least level that is logged"
-    )
 
-    # The sim runner
-    sim_profile: Path | None = Field(
-        None,
-        description="JSON of measured step times for --runner sim; by default the demo model on two cores",
-    )
-    sim_speed: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="the sim runner's clock, as a multiple of real time"
-    )
+
+class WorkerSettings(ServiceSettings):
+    """Everything that can be set of a worker."""
+
+    service: ClassVar[str] = "worker"
+
+    backend: BackendSection
+    vllm: VllmSection
+    sim: SimSection
+    batch: BatchSection
+    kv: KvSection
+    server: WorkerServerSection
+    process: WorkerProcessSection
 
     @property
     def tokens_per_block(self) -> int:
         """`block_size`, or the default of the runner."""
-        return self.block_size or (32 if self.runner == "vllm" else 16)
+        return self.kv.block_size or (32 if self.backend.runner == "vllm" else 16)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        for one, other in (("num_blocks", "kv_cache_bytes"), ("num_host_blocks", "host_kv_bytes")):
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise ValueError(f"{one} and {other} say the same thing: set one of them")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) < max_num_seqs "
-                f"({self.max_num_seqs}): a step computes at least one token of every running sequence"
-            )
-        if self.pipeline_parallel_size != 1:
-            raise ValueError(NO_PIPELINE)
-        for name, runners in _RUNNERS_OF.items():
-            if self.runner not in runners and getattr(self, name) != type(self).model_fields[name].default:
-                known = " or ".join(runners)
-                raise ValueError(f"{name} is for the {known} runner, and the runner is {self.runner}")
+    def _runner_knows(self) -> Self:
+        runner = self.backend.runner
+        for name, value, field in self.items():
+            runners = _RUNNERS_OF.get(name, (runner,))
+            if runner not in runners and value != field.default:
+                raise ValueError(
+                    f"{name} is for the {' or '.join(runners)} runner, and the runner is {runner}"
+                )
         return self
-
-    @field_validator("metrics_port", mode="before")
-    @classmethod
-    def _off(cls, value: object) -> object:
-        return None if value == "none" else value
-
-    @field_validator("vllm_args", mode="before")
-    @classmethod
-    def _from_json(cls, value: object) -> object:
-        return json.loads(value) if isinstance(value, str) else value

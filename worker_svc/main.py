@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 import structlog
-from octavo.service import event_loop, logs
+from octavo.service import event_loop
 from octavo.service.address import AddressTaken, check_address
 
 from worker_svc.api.describe import describe
@@ -44,12 +44,12 @@ def run(settings: WorkerSettings) -> int:
 
     A runner that hangs cannot keep the process alive: then this function does not return, it exits.
     """
-    logs.configure(settings.log_format, settings.log_level)
+    settings.start_logging()
     # Threads that spin while they wait starve each other as soon as anything else uses the cores: on two
     # busy cores a step took 20 times as long. libgomp reads this when torch is loaded, which is later.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    if settings.runner == "vllm":
-        placement.enter(settings.tensor_parallel_size, settings.num_threads)
+    if settings.backend.runner == "vllm":
+        placement.enter(settings.vllm.tensor_parallel_size, settings.backend.num_threads)
     worker = WorkerProcess(settings)
     try:
         code = event_loop.run(worker.serve())
@@ -80,19 +80,20 @@ class WorkerProcess:
         settings = self._settings
         stop = _stop_on_signals()
         metrics_server = None
-        if settings.metrics_port is not None:
-            check_address(settings.host, settings.metrics_port)
-            metrics_server = MetricsServer(self._metrics, settings.host, settings.metrics_port)
+        if settings.server.metrics_port is not None:
+            check_address(settings.server.host, settings.server.metrics_port)
+            metrics_server = MetricsServer(self._metrics, settings.server.host, settings.server.metrics_port)
         server = WorkerServer(self._service)
-        port = await server.start(settings.host, settings.port)
-        worker_id = settings.worker_id or _name_of(settings.host, port)
+        port = await server.start(settings.server.host, settings.server.port)
+        worker_id = settings.server.worker_id or _name_of(settings.server.host, port)
         log.info(
             "worker_listening",
             worker_id=worker_id,
             port=port,
             metrics_port=metrics_server.port if metrics_server else None,
         )
-        with LoadingProgress(terminal=sys.stderr.isatty() and settings.log_format != "json") as progress:
+        on_terminal = sys.stderr.isatty() and settings.process.log_format != "json"
+        with LoadingProgress(terminal=on_terminal) as progress:
             engine_loop = EngineLoop(partial(load, settings, progress))
             engine_loop.start()
             self.engine_stopped = False
@@ -146,12 +147,12 @@ class WorkerProcess:
         await _first(engine_loop.ended, stop)
         if engine_loop.ended.done():
             return
-        log.info("worker_draining", signal=stop.result(), grace_s=self._settings.drain_grace_s)
+        log.info("worker_draining", signal=stop.result(), grace_s=self._settings.process.drain_grace_s)
         await server.set_serving(serving=False)
         self._metrics.set_ready(False)
         sessions.drain(stop.result())
         drained = asyncio.ensure_future(sessions.drained.wait())
-        await _first(engine_loop.ended, drained, timeout_s=self._settings.drain_grace_s)
+        await _first(engine_loop.ended, drained, timeout_s=self._settings.process.drain_grace_s)
         if not drained.done():
             drained.cancel()
             log.warning("drain_grace_over", num_live=sessions.num_live)
@@ -162,12 +163,12 @@ class WorkerProcess:
             incarnation=uuid.uuid4().hex,
             sizing=loaded.sizing,
             vocab_size=loaded.info.vocab_size,
-            max_num_seqs=self._settings.max_num_seqs,
-            max_num_batched_tokens=self._settings.max_num_batched_tokens,
+            max_num_seqs=self._settings.batch.max_num_seqs,
+            max_num_batched_tokens=self._settings.batch.max_num_batched_tokens,
             adapters=loaded.info.adapters,
             simulated=loaded.info.runner == "sim",
             # Ranks on a CPU share it.
-            num_devices=self._settings.tensor_parallel_size if loaded.info.device != "cpu" else 1,
+            num_devices=self._settings.vllm.tensor_parallel_size if loaded.info.device != "cpu" else 1,
         )
 
 

@@ -25,7 +25,7 @@ from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.admission.access import Access
 from scheduler_svc.admission.load import IncomingRequest, LoadGate
-from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.config import AccessSection
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
@@ -164,7 +164,7 @@ class InputProcessor:
     """Tokenizes requests, fills in defaults and checks what depends on the model."""
 
     def __init__(
-        self, models: ModelRegistry, pool: TokenizerPool, gate: LoadGate, settings: SchedulerSettings
+        self, models: ModelRegistry, pool: TokenizerPool, gate: LoadGate, settings: AccessSection
     ) -> None:
         self._models = models
         self._pool = pool

@@ -13,7 +13,7 @@ from octavo.keys import Tenant
 from octavo.protocol.steps import Priority
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.config import QueueSection
 from scheduler_svc.core.admission import Ask
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
@@ -92,14 +92,10 @@ class PendingRequest:
 class LoadGate:
     """Refuses what there is no room for, and says how far the rest may go."""
 
-    def __init__(self, models: ModelRegistry, driver: CoreDriver, settings: SchedulerSettings) -> None:
+    def __init__(self, models: ModelRegistry, driver: CoreDriver, settings: QueueSection) -> None:
         self._models = models
         self._driver = driver
-        self.queue_timeout_s = {
-            Priority.INTERACTIVE: settings.queue_timeout_interactive_s,
-            Priority.STANDARD: settings.queue_timeout_standard_s,
-            Priority.BATCH: settings.queue_timeout_batch_s,
-        }
+        self.queue_timeout_s = settings.timeout_s
         self._pending: dict[str, tuple[int, int]] = {}
         """Requests and tokens on their way to the core, by model."""
         self._characters_per_token: dict[str, float] = {}

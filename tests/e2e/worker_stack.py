@@ -190,8 +190,8 @@ async def running(**flags: object) -> AsyncIterator[Worker]:
         incarnation="i",
         sizing=loaded.sizing,
         vocab_size=loaded.info.vocab_size,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.batch.max_num_seqs,
+        max_num_batched_tokens=settings.batch.max_num_batched_tokens,
         simulated=True,
     )
     sessions = Sessions(terms, loop, Metrics(), loaded.faults)

@@ -49,15 +49,15 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
     config = EngineConfig(
         block_size=geometry.block_size,
         num_blocks=geometry.num_blocks,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=settings.batch.max_num_seqs,
         max_model_len=sizing.max_model_len,
         eos_token_ids=info.eos_token_ids,
         num_host_blocks=geometry.num_host_blocks,
         paged=geometry.paged,
         pin_budget_blocks=geometry.pin_budget_blocks,
-        check_integrity=settings.check_integrity,
+        check_integrity=settings.process.check_integrity,
     )
-    if not settings.enable_faults:
+    if not settings.process.enable_faults:
         return Loaded(Engine(runner, config), info, sizing)
     faults = Faults()
     return Loaded(Engine(FaultyRunner(runner, faults, Havoc()), config, faults), info, sizing, faults)
@@ -86,7 +86,7 @@ def load_runner(settings: WorkerSettings, progress: Progress) -> ModelRunner:
         ModelLoadError: the model cannot be loaded.
         SettingsError: the runner cannot work with the settings.
     """
-    match settings.runner:
+    match settings.backend.runner:
         case "torch":
             return _load_torch(settings, progress)
         case "vllm":
@@ -101,18 +101,19 @@ def load_runner(settings: WorkerSettings, progress: Progress) -> ModelRunner:
 def _load_torch(settings: WorkerSettings, progress: Progress) -> ModelRunner:
     from worker_svc.start.models import resolve
 
+    backend, batch = settings.backend, settings.batch
     # First: a wrong name should not have to wait for torch.
-    model = resolve(settings.model, progress, settings.revision)
+    model = resolve(backend.model, progress, backend.revision)
     from worker_svc.runner import torch
 
     options = torch.TorchOptions(
-        device=settings.device,
-        dtype=settings.dtype,
-        num_threads=settings.num_threads,
-        max_model_len=settings.max_model_len,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        padded=settings.padded,
+        device=backend.device,
+        dtype=backend.dtype,
+        num_threads=backend.num_threads,
+        max_model_len=batch.max_model_len,
+        max_num_batched_tokens=batch.max_num_batched_tokens,
+        max_num_seqs=batch.max_num_seqs,
+        padded=backend.padded,
     )
     return torch.load(model, options, progress)
 
@@ -124,24 +125,25 @@ def _load_vllm(settings: WorkerSettings, progress: Progress) -> ModelRunner:
     from worker_svc.runner.vllm.settings import VllmSettings, chosen_dtype
     from worker_svc.start.models import ModelFormat, resolve
 
+    backend, batch, vllm = settings.backend, settings.batch, settings.vllm
     installed.prepare()
-    model = resolve(settings.model, progress, settings.revision, with_code=settings.trust_remote_code)
+    model = resolve(backend.model, progress, backend.revision, with_code=vllm.trust_remote_code)
     is_gguf = model.format is ModelFormat.GGUF
-    dtype = chosen_dtype(settings.dtype, dequantized=is_gguf)
+    dtype = chosen_dtype(backend.dtype, dequantized=is_gguf)
     vllm_settings = VllmSettings(
         model=hf_folder_of(model, dtype, progress) if is_gguf else model.path,
         dtype=dtype,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        quantization=settings.quantization,
-        enforce_eager=settings.enforce_eager,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        trust_remote_code=settings.trust_remote_code,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=settings.max_model_len,
+        kv_cache_dtype=vllm.kv_cache_dtype,
+        quantization=vllm.quantization,
+        enforce_eager=vllm.enforce_eager,
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        trust_remote_code=vllm.trust_remote_code,
+        max_num_seqs=batch.max_num_seqs,
+        max_num_batched_tokens=batch.max_num_batched_tokens,
+        max_model_len=batch.max_model_len,
         block_size=settings.tokens_per_block,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        args=settings.vllm_args,
+        gpu_memory_utilization=settings.kv.gpu_memory_utilization,
+        args=vllm.vllm_args,
     )
     return VllmRunner(vllm_settings, _text_info(model, "vllm"), progress)
 
@@ -150,14 +152,15 @@ def _load_sim(settings: WorkerSettings, progress: Progress) -> ModelRunner:
     from worker_svc.runner.sim import BUILT_IN, SimRunner, built_in_model, simulated
     from worker_svc.runner.steptime import StepTimes, read_profile
 
-    times = StepTimes() if settings.sim_profile is None else read_profile(settings.sim_profile)
-    if settings.model == BUILT_IN:
+    backend, sim = settings.backend, settings.sim
+    times = StepTimes() if sim.sim_profile is None else read_profile(sim.sim_profile)
+    if backend.model == BUILT_IN:
         info = built_in_model()
     else:
         from worker_svc.start.models import resolve
 
-        info = simulated(_text_info(resolve(settings.model, progress, settings.revision), "sim"))
-    return SimRunner(info, times, settings.sim_speed, padded=settings.padded)
+        info = simulated(_text_info(resolve(backend.model, progress, backend.revision), "sim"))
+    return SimRunner(info, times, sim.sim_speed, padded=backend.padded)
 
 
 def _text_info(model: ResolvedModel, runner: str) -> ModelInfo:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from octavo.protocol.steps import Geometry
 
-from worker_svc.config import WorkerSettings
+from worker_svc.config import KvSection, WorkerSettings
 from worker_svc.errors import SettingsError
 from worker_svc.runner.base import ModelInfo
 
@@ -38,16 +38,16 @@ def size(settings: WorkerSettings, info: ModelInfo, available_kv_bytes: Callable
     model_len = _model_len(settings, info)
     num_blocks = _num_blocks(settings, info, model_len, available_kv_bytes)
     longest_blocks = -(-model_len // settings.tokens_per_block)
-    if settings.max_model_len is not None and longest_blocks > num_blocks:
+    if settings.batch.max_model_len is not None and longest_blocks > num_blocks:
         raise SettingsError(
             f"max_model_len {model_len} needs {longest_blocks} blocks of {settings.tokens_per_block} tokens, "
             f"the pool has {num_blocks} ({num_blocks * block_bytes / 2**20:.0f} MiB)"
         )
     spare_blocks = max(0, num_blocks - longest_blocks)
-    pin_budget = settings.pin_budget_blocks
+    pin_budget = settings.kv.pin_budget_blocks
     if pin_budget is None:
         pin_budget = min(num_blocks // 4, spare_blocks)
-    elif pin_budget > (spare_blocks if settings.max_model_len is not None else num_blocks - 1):
+    elif pin_budget > (spare_blocks if settings.batch.max_model_len is not None else num_blocks - 1):
         raise SettingsError(
             f"pin_budget_blocks {pin_budget} of {num_blocks} blocks leaves {num_blocks - pin_budget}, "
             f"the longest sequence needs {longest_blocks}"
@@ -56,9 +56,9 @@ def size(settings: WorkerSettings, info: ModelInfo, available_kv_bytes: Callable
         Geometry(
             block_size=settings.tokens_per_block,
             num_blocks=num_blocks,
-            num_host_blocks=_num_host_blocks(settings, block_bytes * info.num_ranks),
+            num_host_blocks=_num_host_blocks(settings.kv, block_bytes * info.num_ranks),
             block_bytes=block_bytes * info.num_ranks,
-            paged=settings.kv_layout == "paged",
+            paged=settings.kv.kv_layout == "paged",
             pin_budget_blocks=pin_budget,
         ),
         max_model_len=min(model_len, (num_blocks - pin_budget) * settings.tokens_per_block),
@@ -66,7 +66,7 @@ def size(settings: WorkerSettings, info: ModelInfo, available_kv_bytes: Callable
 
 
 def _model_len(settings: WorkerSettings, info: ModelInfo) -> int:
-    wanted = settings.max_model_len
+    wanted = settings.batch.max_model_len
     if wanted is None:
         return info.max_model_len
     if wanted > info.max_model_len:
@@ -81,11 +81,11 @@ def _num_blocks(
     available_kv_bytes: Callable[[float], int],
 ) -> int:
     block_bytes = settings.tokens_per_block * info.kv_bytes_per_token
-    if settings.num_blocks is not None or settings.kv_cache_bytes is not None:
-        num_blocks = settings.num_blocks or (settings.kv_cache_bytes or 0) // block_bytes
+    if settings.kv.num_blocks is not None or settings.kv.kv_cache_bytes is not None:
+        num_blocks = settings.kv.num_blocks or (settings.kv.kv_cache_bytes or 0) // block_bytes
         if num_blocks < 1:
             raise SettingsError(
-                f"kv_cache_bytes {settings.kv_cache_bytes} is less than one block of {block_bytes} bytes"
+                f"kv_cache_bytes {settings.kv.kv_cache_bytes} is less than one block of {block_bytes} bytes"
             )
         available = available_kv_bytes(1.0)
         if num_blocks * block_bytes > available:
@@ -94,7 +94,7 @@ def _num_blocks(
                 f"{info.device} has {available / 2**20:.0f} MiB to give"
             )
         return num_blocks
-    share = settings.gpu_memory_utilization
+    share = settings.kv.gpu_memory_utilization
     if share is None:
         share = CPU_UTILIZATION if info.device.startswith("cpu") else GPU_UTILIZATION
     available = available_kv_bytes(share)
@@ -106,10 +106,10 @@ def _num_blocks(
         )
     # More than every row at its longest would never be used but by the prefix cache.
     longest_blocks = -(-model_len // settings.tokens_per_block)
-    return min(available // block_bytes, settings.max_num_seqs * longest_blocks)
+    return min(available // block_bytes, settings.batch.max_num_seqs * longest_blocks)
 
 
-def _num_host_blocks(settings: WorkerSettings, block_bytes: int) -> int:
+def _num_host_blocks(settings: KvSection, block_bytes: int) -> int:
     if settings.host_kv_bytes is not None:
         return settings.host_kv_bytes // block_bytes
     return settings.num_host_blocks or 0

@@ -25,14 +25,19 @@ _GIVEN: Final = "setting:"
 
 
 def configure(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add a flag for each field of the settings."""
+    """Add a flag for each setting, grouped by their sections."""
     settings = load_settings(name)
     parser.usage = f"octavo {name} [FLAG ...]"
     parser.epilog = (
-        f"Each flag is also a variable ({settings.model_config.get('env_prefix')}NAME) "
-        f"and a key of the table [{name}] in the file that --config-file names."
+        f"Each flag is also a variable ({settings.prefix()}NAME), and a key of the table of its section "
+        f"([{name}.{next(iter(settings.sections()))}] and so on) in the file that --config-file names."
     )
-    for field_name, field in settings.model_fields.items():
+    for title, section in settings.sections().items():
+        _add_section(parser.add_argument_group(title, section.__doc__), section)
+
+
+def _add_section(parser: argparse._ArgumentGroup, section: Any) -> None:
+    for field_name, field in section.model_fields.items():
         flag = f"--{field_name.replace('_', '-')}"
         if field.annotation is bool:
             parser.add_argument(

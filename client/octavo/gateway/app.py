@@ -78,7 +78,7 @@ class Gateway:
 
     def __init__(self, client: AsyncClient, settings: GatewaySettings) -> None:
         self._client = client
-        self._settings = settings
+        self._write_timeout_s = settings.server.write_timeout_s
         self._started_at = int(time.time())
         self.metrics = Metrics()
 
@@ -99,7 +99,7 @@ class Gateway:
         ]
         writer = CompletionWriter(body, head, echoes)
         observation = Observation(self.metrics, "completions")
-        job = Job(asks, writer, num_choices, observation, self._settings.write_timeout_s)
+        job = Job(asks, writer, num_choices, observation, self._write_timeout_s)
         return self._respond(job, body, headers, head)
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> JobResponse:
@@ -108,7 +108,7 @@ class Gateway:
         head, headers = await self._head("chatcmpl", body.model, request)
         ask = ChatAsk(self._client, chat.messages, {**chat.options, "request_id": head.id})
         observation = Observation(self.metrics, "chat_completions")
-        job = Job([ask], ChatWriter(body, head), body.n or 1, observation, self._settings.write_timeout_s)
+        job = Job([ask], ChatWriter(body, head), body.n or 1, observation, self._write_timeout_s)
         return self._respond(job, body, headers, head)
 
     def _respond(
@@ -229,10 +229,10 @@ class Gateway:
 def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> Any:
     """Return the ASGI application. Without a client it makes one at start, and closes it at the end."""
     client = client or AsyncClient(
-        settings.endpoint,
-        api_key=settings.own_key(),
-        connect_timeout=settings.connect_timeout_s,
-        reconnect_timeout=settings.reconnect_timeout_s,
+        settings.scheduler.endpoint,
+        api_key=settings.scheduler.own_key(),
+        connect_timeout=settings.scheduler.connect_timeout_s,
+        reconnect_timeout=settings.scheduler.reconnect_timeout_s,
     )
 
     @asynccontextmanager
@@ -246,7 +246,7 @@ def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> 
     )
     app.include_router(_routes(gateway))
     Refusals(gateway.metrics).install(app)
-    return BodyLimits(app, settings.max_body_bytes, settings.read_timeout_s)
+    return BodyLimits(app, settings.server.max_body_bytes, settings.server.read_timeout_s)
 
 
 def _routes(gateway: Gateway) -> APIRouter:

@@ -1,34 +1,38 @@
-"""Settings of the gateway."""
+"""Settings of the gateway, in sections: flags, then environment, then a TOML file, then defaults."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Self
 
 from pydantic import Field, model_validator
-from pydantic_settings import SettingsConfigDict
 
 from octavo._sdk.channel import DEFAULT_ENDPOINT, parse_endpoints
 from octavo.errors import InvalidRequestError
-from octavo.service.settings import ServiceSettings
+from octavo.service.settings import ProcessSection, Seconds, Section, ServerSection, ServiceSettings
 
 # Below the 16 MiB of a gRPC message: a body is text, and the message around it needs room.
 _MAX_BODY: Final = 15 << 20
 
-Seconds = Annotated[float, Field(gt=0)]
 
-
-class GatewaySettings(ServiceSettings):
-    """Everything that can be set of a gateway."""
-
-    table: ClassVar[str] = "gateway"
-
-    model_config = SettingsConfigDict(env_prefix="OCTAVO_GATEWAY_", extra="forbid", frozen=True)
-
-    config_file: Path | None = Field(None, description="TOML file with a table [gateway]")
+class GatewayServerSection(ServerSection):
+    """Where clients find it, and what they may do to it."""
 
     listen: str = Field("127.0.0.1:8000", description="address of the HTTP port, as host:port")
+    max_body_bytes: Annotated[int, Field(ge=1024, le=_MAX_BODY)] = Field(
+        8 << 20, description="largest request body"
+    )
+    read_timeout_s: Seconds = Field(30.0, description="longest time that a client takes to send a body")
+    write_timeout_s: Seconds = Field(
+        30.0, description="a client that reads nothing for so long is cut off, and its request cancelled"
+    )
+    keep_alive_s: Annotated[int, Field(ge=1)] = Field(75, description="how long an idle connection is kept")
+
+
+class SchedulerSection(Section):
+    """Whom it passes requests on to."""
+
     endpoint: str = Field(
         default_factory=lambda: os.environ.get("OCTAVO_ENDPOINT") or DEFAULT_ENDPOINT,
         description="scheduler, as host:port; several, separated by commas, stand in for each other "
@@ -42,23 +46,6 @@ class GatewaySettings(ServiceSettings):
     )
     connect_timeout_s: Seconds = Field(
         2.0, description="how long requests wait for a scheduler while there has been none yet"
-    )
-    max_body_bytes: Annotated[int, Field(ge=1024, le=_MAX_BODY)] = Field(
-        8 << 20, description="largest request body"
-    )
-    read_timeout_s: Seconds = Field(30.0, description="longest time that a client takes to send a body")
-    write_timeout_s: Seconds = Field(
-        30.0, description="a client that reads nothing for so long is cut off, and its request cancelled"
-    )
-    keep_alive_s: Annotated[int, Field(ge=1)] = Field(75, description="how long an idle connection is kept")
-    drain_grace_s: Annotated[int, Field(ge=0)] = Field(
-        30, description="seconds that running responses get after SIGTERM"
-    )
-    log_format: Literal["auto", "json", "console"] = Field(
-        "auto", description="auto: json unless on a terminal"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least level that is logged"
     )
 
     def own_key(self) -> str | None:
@@ -76,3 +63,21 @@ class GatewaySettings(ServiceSettings):
         except InvalidRequestError as error:
             raise ValueError(error.message) from None
         return self
+
+
+class GatewayProcessSection(ProcessSection):
+    """How the process behaves."""
+
+    drain_grace_s: Annotated[int, Field(ge=0)] = Field(
+        30, description="seconds that running responses get after SIGTERM"
+    )
+
+
+class GatewaySettings(ServiceSettings):
+    """Everything that can be set of a gateway."""
+
+    service: ClassVar[str] = "gateway"
+
+    server: GatewayServerSection
+    scheduler: SchedulerSection
+    process: GatewayProcessSection

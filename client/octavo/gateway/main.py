@@ -19,7 +19,7 @@ from octavo.errors import InvalidRequestError
 from octavo.gateway.app import create_app
 from octavo.gateway.config import GatewaySettings
 from octavo.gateway.responses import ABORT
-from octavo.service import logs
+from octavo.service.settings import ServerSection
 
 _log = structlog.get_logger()
 EXIT_FAILED: Final = 1
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
 
 def run(settings: GatewaySettings) -> int:
     """Serve until told to stop; return the exit code."""
-    logs.configure(settings.log_format, settings.log_level)
+    settings.start_logging()
     disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped library
     # Its access log would be a second line for each request; its errors are ours to tell.
     logging.getLogger("uvicorn.access").disabled = True
@@ -67,14 +67,16 @@ def run(settings: GatewaySettings) -> int:
         _log.error("gateway_cannot_start", reason="API_KEY", problem=f"the key cannot be used: {error}")
         return EXIT_FAILED
     try:
-        listener = _listen(settings)
+        listener = _listen(settings.server)
     except OSError as error:
         _log.error(
-            "gateway_cannot_start", reason="ADDRESS_TAKEN", problem=f"{settings.listen}: {error.strerror}"
+            "gateway_cannot_start",
+            reason="ADDRESS_TAKEN",
+            problem=f"{settings.server.listen}: {error.strerror}",
         )
         return EXIT_ADDRESS_TAKEN
     host, port = listener.getsockname()[:2]
-    _log.info("gateway_listening", address=f"{host}:{port}", endpoint=settings.endpoint)
+    _log.info("gateway_listening", address=f"{host}:{port}", endpoint=settings.scheduler.endpoint)
     server = Server(server_config(app, settings))
     # What is there now stays: the collector need not look at it again and again.
     gc.freeze()
@@ -93,13 +95,13 @@ def server_config(app: Any, settings: GatewaySettings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=settings.keep_alive_s,
-        timeout_graceful_shutdown=settings.drain_grace_s,
+        timeout_keep_alive=settings.server.keep_alive_s,
+        timeout_graceful_shutdown=settings.process.drain_grace_s,
         backlog=_BACKLOG,
     )
 
 
-def _listen(settings: GatewaySettings) -> socket.socket:
+def _listen(settings: ServerSection) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
     listener.setblocking(False)

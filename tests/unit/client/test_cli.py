@@ -258,11 +258,11 @@ def test_health_address_without_a_port_means_the_port_of_the_scheduler(
 
 
 def test_gateway_takes_the_endpoint_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert GatewaySettings.load({}).endpoint == "127.0.0.1:50051"
+    assert GatewaySettings.load({}).scheduler.endpoint == "127.0.0.1:50051"
     monkeypatch.setenv("OCTAVO_ENDPOINT", "10.0.0.4:50051,10.0.0.5:50051")
-    assert GatewaySettings.load({}).endpoint == "10.0.0.4:50051,10.0.0.5:50051"
+    assert GatewaySettings.load({}).scheduler.endpoint == "10.0.0.4:50051,10.0.0.5:50051"
     monkeypatch.setenv("OCTAVO_GATEWAY_ENDPOINT", "10.0.0.6:50051")
-    assert GatewaySettings.load({}).endpoint == "10.0.0.6:50051"
+    assert GatewaySettings.load({}).scheduler.endpoint == "10.0.0.6:50051"
 
 
 def test_endpoint_comes_from_the_environment(
@@ -351,7 +351,7 @@ def test_service_wrong_setting_is_named_in_one_line(capsys: Capture, arguments: 
 @pytest.mark.parametrize("service", ["scheduler", "worker", "up"])
 def test_service_without_its_extra_names_the_extra(service: str) -> None:
     block = (
-        "import sys; sys.modules['pydantic_settings'] = None; "
+        "import sys; sys.modules['pydantic'] = None; "
         f"from octavo.cli.main import main; sys.exit(main(['{service}']))"
     )
     done = subprocess.run(  # our own interpreter

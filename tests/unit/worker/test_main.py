@@ -60,7 +60,7 @@ async def test_worker_whose_device_is_lost_exits_non_zero(monkeypatch: pytest.Mo
     monkeypatch.setattr(main, "load", load)
     with capture_logs() as logs:
         serving = asyncio.create_task(main.WorkerProcess(chosen).serve())
-        async with grpc.aio.insecure_channel(chosen.listen) as channel:
+        async with grpc.aio.insecure_channel(chosen.server.listen) as channel:
             await channel.channel_ready()
             call = await ready_stream(channel)
             admit = pb.Admit(handle=1, token_ids=[9], prompt_len=1)

@@ -11,6 +11,8 @@ from octavo.cli.main import main
 from octavo_lab.tune import command as tune
 from octavo_lab.tune.search import Settings, Trial
 
+from worker_svc.config import WorkerSettings
+
 WORDS = ("tune", "--ttft", "1s", "--max-num-seqs", "4,8,16", "--simulate", "2048")
 
 
@@ -46,6 +48,11 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far(
     told = json.loads(capsys.readouterr().out)
     assert len(told["trials"]) == trials
     assert (told["best"] is not None) is path.exists() is (trials > 0)
+    if trials:
+        batch = WorkerSettings.load({"config_file": path}).batch
+        best = told["best"]["settings"]
+        assert batch.max_num_seqs == best["max_num_seqs"]
+        assert batch.max_num_batched_tokens == best["max_num_batched_tokens"]
 
 
 def test_settings_that_cannot_be_written_are_not_searched_for(

@@ -58,7 +58,7 @@ async def test_request_whose_key_is_not_known_is_told_so_and_counted_once() -> N
     access, accounts = Access(metrics), Accounts(metrics, time.monotonic)
     access.key_file = KeyFile.parse("")
     models = ModelRegistry(cast("TokenizerPool", None))
-    gate = LoadGate(models, driver, SchedulerSettings.load({}))
+    gate = LoadGate(models, driver, SchedulerSettings.load({}).queue)
     admission = Admission(access, Tenants(metrics), gate, cast("InputProcessor", None), driver, accounts)
     stream = ClientStream(GenerateOutbox(1 << 20), "generate", None, "octavo_unknown")
 

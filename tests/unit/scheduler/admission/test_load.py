@@ -57,7 +57,7 @@ class Core:
 def gate() -> tuple[LoadGate, Core, Models]:
     core, models = Core(), Models()
     settings = SchedulerSettings.load({"queue_timeout_standard_s": 7.0})
-    return LoadGate(cast("ModelRegistry", models), cast("CoreDriver", core), settings), core, models
+    return LoadGate(cast("ModelRegistry", models), cast("CoreDriver", core), settings.queue), core, models
 
 
 def incoming(load: LoadGate, message: pb.GenerateRequest, *, paced: bool = False) -> IncomingRequest:
