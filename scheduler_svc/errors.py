@@ -38,6 +38,7 @@ CODES: Final[Mapping[str, grpc.StatusCode]] = MappingProxyType(
         "NO_API_KEY": grpc.StatusCode.UNAUTHENTICATED,
         "BAD_API_KEY": grpc.StatusCode.UNAUTHENTICATED,
         "ROLE_REQUIRED": grpc.StatusCode.PERMISSION_DENIED,
+        "LOOPBACK_REQUIRED": grpc.StatusCode.PERMISSION_DENIED,
         # The service has no room.
         Reason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUOTA_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,

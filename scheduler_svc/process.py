@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn
 
 import structlog
 from octavo.keys import KeyFile
+from octavo.service.address import is_loopback
 
 from scheduler_svc.admission.access import Access
 from scheduler_svc.admission.admission import Admission, InputProcessor
@@ -161,8 +162,15 @@ class SchedulerProcess:
         return Fleet(self._settings.fleet.workers, context)
 
     def _load_keys(self) -> KeyFileWatch | None:
-        settings = self._settings.access
+        settings, server = self._settings.access, self._settings.server
         if settings.key_file is None:
+            if not is_loopback(server.host):
+                log.warning(
+                    "scheduler_open_to_all",
+                    listen=server.listen,
+                    meaning="whoever reaches this port may send requests; operations are for this machine",
+                    remedy="listen on loopback, or set --key-file",
+                )
             return None
         watch = KeyFileWatch(settings.key_file, self.metrics, self._keys_changed)
         watch.load()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
+from urllib.parse import unquote
 
 from grpc_channelz.v1 import channelz_pb2
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from octavo.keys import Key, KeyFile, Role, Tenant
+from octavo.service.address import is_loopback
 from octavo.v1 import generation_pb2, operations_pb2
 
 from scheduler_svc.errors import ServiceError
@@ -29,7 +31,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Access:
-    """Authenticates keys. Without a key file everybody is the anonymous tenant and may do anything.
+    """Authenticates keys. Without a key file everybody is the anonymous tenant, and operators are local.
 
     Refusals are counted.
     """
@@ -66,6 +68,25 @@ class Access:
         if self.key_file is None or service in _OPEN:
             return
         self._find(self.key_file, bearer_key(metadata), None if service in _ANY_KEY else Role.OPERATOR)
+
+    def check_peer(self, peer: str) -> None:
+        """Refuse an operation to a caller on another machine where there are no keys to tell operators by.
+
+        `peer` is as gRPC writes it.
+
+        Raises:
+            ServiceError: the caller is not on this machine.
+        """
+        kind, _, address = unquote(peer).partition(":")
+        if self.key_file is not None or kind.startswith("unix"):
+            return
+        if not is_loopback(address.rpartition(":")[0].strip("[]")):
+            raise self._refuse(
+                "LOOPBACK_REQUIRED",
+                "without API keys, only callers on the scheduler's own machine may do this, and "
+                f"{unquote(peer)} is not one: call its loopback address on that machine, or start the "
+                "scheduler with --key-file and use an operator's key",
+            )
 
     def tenant_named(self, name: str) -> Tenant | None:
         """Return a tenant by name."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any, Final, TypeVar
 
 import grpc
 from octavo.keys import Role
@@ -28,6 +29,21 @@ from scheduler_svc.text.tokenization import EncodeChat, EncodeText, KeySpec, Tak
 
 _MIN_INTERVAL_MS: Final = 100
 _WATCH: Final = f"/{OPERATIONS}/WatchStatus"
+_R = TypeVar("_R")
+
+
+def operating(
+    method: Callable[[Any, Any, Context], Awaitable[_R]],
+) -> Callable[[Any, Any, Context], Awaitable[_R]]:
+    """Make a method that does more than tell the status answer, and refuse whom it is not for."""
+
+    @answering
+    @wraps(method)
+    async def wrapper(self: Any, request: object, context: Context) -> _R:
+        self._access.check_peer(context.peer())
+        return await method(self, request, context)
+
+    return wrapper
 
 
 class StatusService:
@@ -83,7 +99,7 @@ class StatusService:
             await context.write(operations_pb2.WatchStatusResponse(status=status))
             await asyncio.sleep(interval_ms / 1000)
 
-    @answering
+    @operating
     async def drain(
         self, request: operations_pb2.DrainRequest | Malformed, _: Context
     ) -> operations_pb2.DrainResponse:
@@ -104,7 +120,7 @@ class StatusService:
             waiting=sum(queue.waiting for queue in snapshot.queues),
         )
 
-    @answering
+    @operating
     async def set_faults(
         self, request: operations_pb2.SetFaultsRequest | Malformed, _: Context
     ) -> operations_pb2.SetFaultsResponse:
@@ -120,7 +136,7 @@ class StatusService:
             raise ServiceError("FAULTS_DISABLED", f"a worker refuses: {error.details()}") from None
         return operations_pb2.SetFaultsResponse()
 
-    @answering
+    @operating
     async def audit_workers(
         self, request: operations_pb2.AuditWorkersRequest | Malformed, _: Context
     ) -> operations_pb2.AuditWorkersResponse:
@@ -148,7 +164,7 @@ class PinService:
         self._inputs = inputs
         self._access = access
 
-    @answering
+    @operating
     async def pin_prefix(
         self, request: operations_pb2.PinPrefixRequest | Malformed, context: Context
     ) -> operations_pb2.PinPrefixResponse:
@@ -203,7 +219,7 @@ class PinService:
             without_room=placement.without_room,
         )
 
-    @answering
+    @operating
     async def unpin_prefix(
         self, request: operations_pb2.UnpinPrefixRequest | Malformed, _: Context
     ) -> operations_pb2.UnpinPrefixResponse:

@@ -169,7 +169,7 @@ class SchedulerMetrics:
         )
         self.access_refusals = Counter(
             "octavo_access_refusals",
-            "Calls and requests whose API key did not do.",
+            "Calls and requests refused for their API key, or for want of one.",
             ["reason"],
             registry=registry,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import octavo
+import psutil
 import pytest
 import structlog
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
@@ -21,6 +23,8 @@ from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc, operations_pb2_grpc
 from octavo.v1 import operations_pb2 as ops
 
+from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.process import SchedulerProcess
 from tests.e2e.scheduler_stack import WAIT_S, Stack, Worker, error_of, scheduler, start_worker, until
 from tests.e2e.test_scheduler_process import scheduler_process
 
@@ -72,11 +76,13 @@ def methods() -> list[Any]:
     return found
 
 
-async def outcome_of(stack: Stack, stub: Any, method: Any, metadata: Any) -> grpc.aio.AioRpcError | None:
+async def outcome_of(
+    channel: grpc.aio.Channel, stub: Any, method: Any, metadata: Any
+) -> grpc.aio.AioRpcError | None:
     """Make a call with an empty message and return the error it ended with."""
     kind = method.input_type
     message = getattr(pb, kind.name, None) or getattr(ops, kind.name)
-    function = getattr(stub(stack.channel), method.name)
+    function = getattr(stub(channel), method.name)
     try:
         if method.client_streaming:
             call = function(metadata=metadata, timeout=WAIT_S)
@@ -106,12 +112,12 @@ async def test_every_method_wants_a_key_and_operators_methods_an_operators(
             ((("authorization", f"Basic {KEYS['boss']}"),), "BAD_API_KEY"),
             ((*bearer("user"), *bearer("boss")), "BAD_API_KEY"),
         ):
-            failure = await outcome_of(stack, stub, method, metadata)
+            failure = await outcome_of(stack.channel, stub, method, metadata)
             assert failure is not None
             assert failure.code() is grpc.StatusCode.UNAUTHENTICATED, method.name
             assert error_of(failure).reason == reason
         if stub is operations_pb2_grpc.OperationsStub:
-            failure = await outcome_of(stack, stub, method, bearer("user"))
+            failure = await outcome_of(stack.channel, stub, method, bearer("user"))
             assert failure is not None
             assert failure.code() is grpc.StatusCode.PERMISSION_DENIED, method.name
             error = error_of(failure)
@@ -119,6 +125,66 @@ async def test_every_method_wants_a_key_and_operators_methods_an_operators(
             assert dict(error.metadata) == {"key": "user", "role": "operator"}
     assert not stack.process.stopping
     assert stack.process.accounts.arrivals == 0
+
+
+def own_address() -> str:
+    """An address of this machine at which it is not on loopback."""
+    for addresses in psutil.net_if_addrs().values():
+        for one in addresses:
+            if one.family is socket.AF_INET and not one.address.startswith("127."):
+                return one.address
+    pytest.skip("this machine has a loopback address only")
+
+
+async def test_without_keys_others_may_send_requests_and_only_this_machine_may_operate() -> None:
+    worker = await start_worker()
+    reading = {"GetStatus", "WatchStatus"}
+    operations = [one.values[1] for one in methods() if one.values[0] is operations_pb2_grpc.OperationsStub]
+    # What ends the scheduler comes last.
+    operations.sort(key=lambda method: method.name == "Drain")
+    try:
+        async with scheduler(worker.address, listen="0.0.0.0:0") as stack:
+            await stack.wait_ready()
+            address = f"{own_address()}:{stack.port}"
+            async with octavo.AsyncClient(address) as client:
+                assert (await client.generate("hello", max_tokens=2)).usage.completion_tokens == 2
+                with pytest.raises(octavo.AccessDeniedError, match="--key-file"):
+                    await client.drain()
+            for method in operations:
+                async with grpc.aio.insecure_channel(address) as channel:
+                    failure = await outcome_of(channel, operations_pb2_grpc.OperationsStub, method, ())
+                if method.name in reading:
+                    assert failure is None
+                else:
+                    assert failure is not None
+                    assert failure.code() is grpc.StatusCode.PERMISSION_DENIED
+                    assert error_of(failure).reason == "LOOPBACK_REQUIRED", method.name
+            assert not stack.process.stopping
+            for method in operations:
+                failure = await outcome_of(stack.channel, operations_pb2_grpc.OperationsStub, method, ())
+                assert failure is None or error_of(failure).reason != "LOOPBACK_REQUIRED"
+            assert stack.process.stopping
+    finally:
+        await worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("listen", "keys", "warned"),
+    [
+        ("0.0.0.0:0", False, True),
+        ("[::]:0", False, True),
+        ("127.0.0.1:0", False, False),
+        ("localhost:0", False, False),
+        ("0.0.0.0:0", True, False),
+    ],
+)
+async def test_scheduler_that_everybody_can_reach_without_a_key_says_so(
+    listen: str, keys: bool, warned: bool, tmp_path: Path
+) -> None:
+    flags = {"key_file": key_file(tmp_path / "keys.toml", "boss")} if keys else {}
+    with structlog.testing.capture_logs() as logs:
+        SchedulerProcess(SchedulerSettings.load({"listen": listen, **flags}))
+    assert ("scheduler_open_to_all" in [line["event"] for line in logs]) is warned
 
 
 async def test_probes_need_no_key_and_channelz_needs_an_operators(pair: tuple[Stack, Worker]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from ipaddress import IPv6Address, ip_address
 from typing import Final
 
 _ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(?P<port>\d{1,5})")
@@ -25,6 +26,17 @@ def split_address(address: str, name: str = "address") -> tuple[str, int]:
     if match is None or int(match["port"]) > 65535:
         raise ValueError(f"{name} must be host:port, got {address!r}")
     return match["host"].strip("[]"), int(match["port"])
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is its own machine alone; of names, only localhost is taken to be."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address.is_loopback
 
 
 def check_address(host: str, port: int) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from octavo.service.address import AddressTaken, check_address, split_address
+from octavo.service.address import AddressTaken, check_address, is_loopback, split_address
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,27 @@ def test_address_that_is_not_host_and_port_is_refused_with_what_it_was(address: 
     with pytest.raises(ValueError, match=r"must be host:port, got '") as caught:
         split_address(address)
     assert repr(address) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),  # noqa: S104 - compared, not bound
+        ("::", False),
+        ("10.0.0.5", False),
+        ("::ffff:10.0.0.5", False),
+        ("localhost.example", False),
+        ("127.0.0.1.example", False),
+        ("", False),
+    ],
+)
+def test_host_is_loopback_only_when_nobody_else_can_reach_it(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
 
 
 def test_port_that_is_free_is_free_afterwards_too() -> None:
