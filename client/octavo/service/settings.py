@@ -162,7 +162,7 @@ class ServiceSettings(BaseModel):
             _log.info(
                 "kubernetes_variables_ignored",
                 variables=injected,
-                meaning="Kubernetes sets them for Services; the settings they look like are as without them",
+                meaning="Kubernetes sets them for Services; they are no settings, and change none",
             )
 
     def items(self) -> Iterator[tuple[str, Any, FieldInfo]]:
