@@ -11,7 +11,7 @@ ENOUGH_STEPS = 8
 _MAX_GAIN = 1e4
 
 
-class StepTimes(Protocol):
+class StepTimePredictor(Protocol):
     """What is expected of the steps of a worker."""
 
     @property
@@ -30,7 +30,7 @@ class StepTimes(Protocol):
 class ScaledStepTimes:
     """The step times of another worker, so many times as long."""
 
-    of: StepTimes
+    of: StepTimePredictor
     factor: float
 
     @property

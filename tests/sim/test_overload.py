@@ -88,7 +88,7 @@ class Run:
 
     def served(self, start: float, end: float) -> list[Result]:
         """Return those that came and had their first token in between: the rest of the queue came later."""
-        return [one for one in self.between(start, end) if (one.first_token_at or end) < end]
+        return [one for one in self.between(start, end) if (one.history.first_token_at or end) < end]
 
     def good_per_s(self, start: float, end: float) -> float:
         good = [one for one in self.between(start, end) if one.completed and (one.ttft_s or 0.0) <= TTFT_S]
@@ -110,7 +110,7 @@ def test_goodput_at_twice_the_capacity_is_no_less_than_below_it_and_comes_back_w
     below, above = run.good_per_s(5, 20), run.good_per_s(25, 50)
     assert above >= 0.9 * below
     outcomes = Counter(one.outcome for one in run.between(20, 50))
-    # Refused at the door rather than expired after a wait.
+    # Refused at the admission rather than expired after a wait.
     assert outcomes["DEADLINE_INFEASIBLE"] > 5 * (outcomes["QUEUE_TIMEOUT"] + outcomes["TTFT_DEADLINE"])
     assert max(level for _, level in run.watch.levels) >= 2
     back_at, level = [(at, level) for at, level in run.watch.levels if at > 50][-1]
@@ -170,7 +170,7 @@ def interactive_p99_s(backlog: int) -> float:
     cell.loop.run(until=64.0)
     waits = [one.ttft_s for one in recorder.results.values() if one.priority is Priority.INTERACTIVE]
     assert all(wait is not None for wait in waits)
-    assert sum(len(lane) for lane in core._pools["sim"].queue.lanes.values()) > backlog / 3
+    assert sum(len(lane) for lane in core._models["sim"].pool.queue.classes.values()) > backlog / 3
     return sorted(wait for wait in waits if wait is not None)[int(0.99 * len(waits))]
 
 

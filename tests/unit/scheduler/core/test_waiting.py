@@ -12,7 +12,10 @@ from octavo.sampling import SamplingParams
 
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core import CoreConfig, NewRequest
-from scheduler_svc.core.policies import POLICIES, Fcfs, NoCharges, VirtualTokenCounters
+from scheduler_svc.core.policies import POLICIES
+from scheduler_svc.core.policies.base import NoCharges
+from scheduler_svc.core.policies.fair import VirtualTokenCounters
+from scheduler_svc.core.policies.fcfs import Fcfs
 from scheduler_svc.core.request import Request, Sequence
 from scheduler_svc.core.waiting import WaitingQueue
 from tests.unit.scheduler.core.desk import HIGH, LOW, NORMAL, Desk, worker
@@ -61,7 +64,7 @@ def test_queue_counts_its_fresh_sequences_and_tokens_through_every_move() -> Non
     queue = queue_of(one, two)
     assert (len(queue), queue.num_fresh, queue.num_tokens) == (2, 2, 42)
     queue.start(one)
-    one.started_at = 2.0
+    one.history.started_at = 2.0
     queue.push_front(one)
     assert (len(queue), queue.num_fresh, queue.num_tokens) == (2, 1, 42)
     queue.remove(two)
@@ -212,7 +215,7 @@ def test_counters_of_tenants_without_work_are_forgotten_unless_they_are_ahead() 
 def test_fair_charges_what_is_admitted_at_once_and_refunds_what_was_not_computed() -> None:
     desk = Desk(worker(max_num_batched_tokens=64, max_num_seqs=1), policy="fair", window=1)
     name = desk.submit(200, max_tokens=4, tenant="a")
-    pool = desk.core._pools["sim"]
+    pool = desk.core._models["sim"].pool
     assert pool.charges.level("a") == 200.0
     desk.submit(20, tenant="b")
     desk.answer()
@@ -228,7 +231,7 @@ def test_fair_discounts_cached_prompt_tokens() -> None:
     desk.submit(20, max_tokens=400, tenant="keeps")
     while desk.core.find("r1") is not None:
         desk.answer()
-    pool = desk.core._pools["sim"]
+    pool = desk.core._models["sim"].pool
     before = pool.charges.level("keeps")
     desk.submit([*prompt, 1, 2], max_tokens=100, tenant="second")
     desk.answer()
@@ -241,7 +244,7 @@ class LastCome(Fcfs):
 
     charges_tenants = True
 
-    def order(self) -> Iterator[Sequence]:
+    def order(self, now: float) -> Iterator[Sequence]:
         return reversed(self._waiting)
 
 
@@ -256,9 +259,9 @@ def test_policy_that_is_only_registered_is_a_setting_orders_and_charges(
     while desk.core.find(late) is not None:
         desk.answer()
     assert desk.sequence(early).num_output_tokens == 0
-    assert desk.core._pools["sim"].charges.level("b") >= 20
+    assert desk.core._models["sim"].pool.charges.level("b") >= 20
     desk.finish()
 
 
-def test_every_priority_has_a_lane() -> None:
-    assert set(queue_of().lanes) == set(Priority)
+def test_every_priority_has_a_queue() -> None:
+    assert set(queue_of().classes) == set(Priority)
