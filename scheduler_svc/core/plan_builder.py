@@ -24,6 +24,8 @@ class PlanBuilder:
     """Blocks that may still be taken in this step; those that it releases come later."""
     admits: list[Admit] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    turns: set[Sequence] = field(default_factory=set)
+    """Waiting sequences whose start would be a turn of their class."""
     num_deferred: int = 0
     """Waiting sequences that are left to better workers."""
     prefill: list[tuple[int, int]] = field(default_factory=list)

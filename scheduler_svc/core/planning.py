@@ -134,7 +134,7 @@ class ContinuousPlanner:
         # Where nobody can be admitted, the first is told so and nobody else is asked.
         reach = places + self._config.lookahead + 1 if places > 0 and builder.budget > 0 else 1
         found: list[Sequence] = []
-        for sequence in self._pool.queue.order(now):
+        for sequence in self._pool.queue.order(now, builder.turns):
             if sequence in asked or sequence.request.is_late(now) or self._is_hopeless(worker, sequence, now):
                 continue
             if not self._pool.can_hold(worker, sequence):
@@ -214,7 +214,7 @@ class ContinuousPlanner:
         self, builder: PlanBuilder, sequence: Sequence, need: tuple[int, int, int], now: float
     ) -> None:
         todo, tokens, blocks = need
-        self._pool.queue.start(sequence)
+        self._pool.queue.start(sequence, on_turn=sequence in builder.turns)
         if tokens > builder.budget:
             builder.skip_decodes()
         builder.take_in(sequence, now)

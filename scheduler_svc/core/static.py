@@ -31,7 +31,7 @@ class StaticPlanner:
         if worker.sequences:
             return self._go_on(worker, builder)
         if not worker.draining and now >= worker.backoff.admits_after:
-            for sequence in self._ready_batch(worker, now):
+            for sequence in self._ready_batch(worker, now, builder.turns):
                 self._admit(builder, sequence, now)
         if builder.admitted:
             return builder
@@ -62,23 +62,25 @@ class StaticPlanner:
                 builder.release(sequence)
         return builder if builder.released or not worker.pipeline.in_flight else None
 
-    def _buckets(self, worker: WorkerState, now: float) -> dict[int, list[Sequence]]:
+    def _buckets(
+        self, worker: WorkerState, now: float, turns: set[Sequence] | None = None
+    ) -> dict[int, list[Sequence]]:
         """Return the waiting that a worker can hold by length bucket, in queue order."""
         buckets: dict[int, list[Sequence]] = {}
-        for sequence in self._pool.queue.order(now):
+        for sequence in self._pool.queue.order(now, turns):
             if self._pool.can_hold(worker, sequence) and not sequence.request.is_late(now):
                 bucket = bisect.bisect_left(self._static.bucket_bounds, sequence.num_tokens)
                 buckets.setdefault(bucket, []).append(sequence)
         return buckets
 
-    def _ready_batch(self, worker: WorkerState, now: float) -> list[Sequence]:
+    def _ready_batch(self, worker: WorkerState, now: float, turns: set[Sequence]) -> list[Sequence]:
         """Return the batch of the bucket that is full or has timed out, the longest waiting first.
 
         A sequence under which a worker died is a batch by itself.
         """
         ready = [
             members
-            for members in self._buckets(worker, now).values()
+            for members in self._buckets(worker, now, turns).values()
             if len(members) >= self._static.batch_size
             or now >= members[0].request.arrival + self._static.timeout_s
         ]
@@ -97,7 +99,7 @@ class StaticPlanner:
             if self.explain is not None:
                 self.explain(sequence, worker, "blocks", {"needed": blocks, "available": builder.available})
             return
-        self._pool.queue.start(sequence)
+        self._pool.queue.start(sequence, on_turn=sequence in builder.turns)
         builder.take_in(sequence, now, reserve_tokens=reserved, hold_after_finish=self._static.hold_finished)
         builder.take_blocks(blocks)
         builder.compute(sequence, sequence.num_tokens)

@@ -165,8 +165,6 @@ class WaitingQueue:
             priority: ClassQueue(policy(charges, config.starvation_age_s)) for priority in Priority
         }
         self._starts_since_turn = 0
-        self._turns: set[Sequence] = set()
-        """Whom the last pass has yielded on a turn."""
         self.num_fresh = 0
         """Sequences that have not run yet."""
         self.unplaced: list[Sequence] = []
@@ -277,14 +275,16 @@ class WaitingQueue:
                     return found
         return None
 
-    def start(self, sequence: Sequence) -> None:
+    def start(self, sequence: Sequence, *, on_turn: bool) -> None:
         """Take a sequence out to run, and count the start towards the next turn."""
         self.remove(sequence)
-        self._starts_since_turn = 0 if sequence in self._turns else self._starts_since_turn + 1
+        self._starts_since_turn = 0 if on_turn else self._starts_since_turn + 1
 
-    def order(self, now: float) -> Iterator[Sequence]:
-        """Yield the waiting as if each were started, best first, while nothing is changed."""
-        self._turns.clear()
+    def order(self, now: float, turns: set[Sequence] | None = None) -> Iterator[Sequence]:
+        """Yield the waiting as if each were started, best first, while nothing is changed.
+
+        Whom it yields on a turn is added to `turns`, for `start`.
+        """
         starts = self._starts_since_turn
         aging_s = self._config.aging_s
         cursors = [
@@ -297,8 +297,8 @@ class WaitingQueue:
                 if passed.due_at() <= now:
                     cursor, starts = passed, 0
             sequence = cursor.take()
-            if not starts:
-                self._turns.add(sequence)
+            if not starts and turns is not None:
+                turns.add(sequence)
             if not cursor.left:
                 cursors.remove(cursor)
             yield sequence

@@ -63,7 +63,7 @@ def test_queue_counts_its_fresh_sequences_and_tokens_through_every_move() -> Non
     one, two = waiting(0, prompt=30), waiting(1, prompt=12)
     queue = queue_of(one, two)
     assert (len(queue), queue.num_fresh, queue.num_tokens) == (2, 2, 42)
-    queue.start(one)
+    queue.start(one, on_turn=False)
     one.history.started_at = 2.0
     queue.push_front(one)
     assert (len(queue), queue.num_fresh, queue.num_tokens) == (2, 1, 42)
@@ -86,8 +86,9 @@ def test_turns_are_counted_across_plans_and_a_start_out_of_turn_does_not_spend_o
     queue = queue_of(*high, *low, aging_stride=4, aging_s={HIGH: 1.0, NORMAL: 10.0, LOW: 60.0})
     taken = []
     for _ in range(8):
-        head = next(queue.order(100.0))
-        queue.start(head)
+        turns: set[Sequence] = set()
+        head = next(queue.order(100.0, turns))
+        queue.start(head, on_turn=head in turns)
         taken.append(head.request.priority)
     assert taken == [HIGH, HIGH, HIGH, LOW] * 2
 
@@ -132,9 +133,10 @@ def test_wait_of_any_sequence_under_a_constant_stream_of_higher_ones_is_bounded(
             if sequence not in due and when <= now and sequence.request.priority is not HIGH:
                 ahead = sum(o.request.arrival + aging[o.request.priority] <= when for o in known) - 1
                 due[sequence] = (starts, stride * (1 + ahead))
-        started = [s for s, _ in zip(queue.order(now), range(rng.choice([0, 1, 3])), strict=False)]
+        turns: set[Sequence] = set()
+        started = [s for s, _ in zip(queue.order(now, turns), range(rng.choice([0, 1, 3])), strict=False)]
         for sequence in started:
-            queue.start(sequence)
+            queue.start(sequence, on_turn=sequence in turns)
             known.remove(sequence)
             starts += 1
             if sequence in due:
