@@ -26,6 +26,7 @@ from octavo_lab.sim.chaos import Chaos
 
 from scheduler_svc.core import Accepted, CoreConfig, Effect, LogEvent, NewRequest, SchedulerCore
 from scheduler_svc.core.overload import OverloadConfig
+from scheduler_svc.core.policies import POLICIES
 
 TIMES = StepTimes.builtin()
 CAPACITY_PER_S = 10.0
@@ -88,7 +89,7 @@ class Run:
 
     def served(self, start: float, end: float) -> list[Result]:
         """Return those that came and had their first token in between: the rest of the queue came later."""
-        return [one for one in self.between(start, end) if (one.history.first_token_at or end) < end]
+        return [one for one in self.between(start, end) if (one.first_token_at or end) < end]
 
     def good_per_s(self, start: float, end: float) -> float:
         good = [one for one in self.between(start, end) if one.completed and (one.ttft_s or 0.0) <= TTFT_S]
@@ -110,7 +111,7 @@ def test_goodput_at_twice_the_capacity_is_no_less_than_below_it_and_comes_back_w
     below, above = run.good_per_s(5, 20), run.good_per_s(25, 50)
     assert above >= 0.9 * below
     outcomes = Counter(one.outcome for one in run.between(20, 50))
-    # Refused at the admission rather than expired after a wait.
+    # Refused at the door rather than expired after a wait.
     assert outcomes["DEADLINE_INFEASIBLE"] > 5 * (outcomes["QUEUE_TIMEOUT"] + outcomes["TTFT_DEADLINE"])
     assert max(level for _, level in run.watch.levels) >= 2
     back_at, level = [(at, level) for at, level in run.watch.levels if at > 50][-1]
@@ -147,7 +148,7 @@ def test_flood_of_every_class_keeps_the_higher_ones_served_and_logs_why_each_lev
     assert len(levels) < 80 / 2
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "edf", "fair"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_faults_of_every_kind_break_no_promise_of_a_core_that_degrades(policy: str) -> None:
     config = CoreConfig(
         step_watchdog_s=2.0, max_waiting_requests=12, policy=policy, overload=OverloadConfig(stall_s=1.0)

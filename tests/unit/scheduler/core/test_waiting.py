@@ -12,6 +12,7 @@ from octavo.sampling import SamplingParams
 
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core import CoreConfig, NewRequest
+from scheduler_svc.core.events import AdmissionRequest
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.policies.base import NoCharges
 from scheduler_svc.core.policies.fair import VirtualTokenCounters
@@ -267,3 +268,30 @@ def test_policy_that_is_only_registered_is_a_setting_orders_and_charges(
 
 def test_every_priority_has_a_queue() -> None:
     assert set(queue_of().classes) == set(Priority)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_policy_yields_each_that_waits_once_and_counts_no_more_than_those_ahead(
+    policy: str, seed: int
+) -> None:
+    rng = random.Random(seed)
+    charges = VirtualTokenCounters({})
+    queue = queue_of(charges=charges, policy=policy, starvation_age_s=5.0)
+    known: list[Sequence] = []
+    for step in range(200):
+        now = step * 0.1
+        if known and rng.random() < 0.45:
+            queue.remove(known.pop(rng.randrange(len(known))))
+        else:
+            deadline = rng.choice([None, now + rng.uniform(0, 9)])
+            tenant = rng.choice("abc")
+            charges.join(tenant)
+            known.append(waiting(now, prompt=rng.randint(1, 99), tenant=tenant, deadline=deadline))
+            queue.push(known[-1])
+        order = list(queue.order(now))
+        assert sorted(map(id, order)) == sorted(map(id, known))
+        assert list(queue.order(now)) == order, "to ask changes nothing"
+        count, tokens = queue.ahead_of(AdmissionRequest(tenant="a", prompt_tokens=50, max_tokens=4), now)
+        assert 0 <= count <= len(known)
+        assert 0 <= tokens <= queue.num_tokens
