@@ -4,11 +4,13 @@ from scheduler_svc.core.policies.base import Charges, NoCharges, Policy
 from scheduler_svc.core.policies.edf import Edf
 from scheduler_svc.core.policies.fair import Fair, VirtualTokenCounters
 from scheduler_svc.core.policies.fcfs import Fcfs
+from scheduler_svc.core.policies.srf import ShortestRemainingFirst
 
 POLICIES: dict[str, type[Policy]] = {
     "fcfs": Fcfs,
     "edf": Edf,
     "fair": Fair,
+    "srf": ShortestRemainingFirst,
 }
 
 

@@ -157,6 +157,26 @@ def test_edf_serves_the_earliest_deadline_and_nobody_waits_for_what_comes_much_l
     assert list(queue.order(41))[:2] == [far, none], "31 s old: as good as a deadline of 30 s"
 
 
+def test_srf_serves_the_least_work_and_whoever_has_waited_too_long_before_that() -> None:
+    long, short, middle = waiting(0, prompt=300), waiting(1, prompt=10), waiting(2, prompt=80)
+    queue = queue_of(long, short, middle, policy="srf", starvation_age_s=30.0)
+    assert list(queue.order(29)) == [short, middle, long]
+    assert list(queue.order(30)) == [long, short, middle]
+
+
+def test_srf_counts_what_may_be_generated_and_tells_newcomers_how_many_go_before_them() -> None:
+    desk = Desk(worker(max_num_seqs=1), policy="srf", window=1, starvation_age_s=1e6)
+    desk.submit(20, max_tokens=40)
+    talker, reader = desk.submit(10, max_tokens=60), desk.submit(50, max_tokens=4)
+    queue = desk.core._models["sim"].pool.queue
+    asked = {
+        n: queue.ahead_of(AdmissionRequest(prompt_tokens=n, max_tokens=4), desk.now) for n in (9, 60, 90)
+    }
+    assert {n: ahead for n, (ahead, _) in asked.items()} == {9: 0, 60: 1, 90: 2}
+    desk.finish()
+    assert desk.ends[reader, 0].timings.queue_s < desk.ends[talker, 0].timings.queue_s
+
+
 def test_fair_serves_the_tenant_that_has_got_least_and_charges_within_a_pass() -> None:
     charges = VirtualTokenCounters({})
     charges.join("a")
