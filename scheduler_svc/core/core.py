@@ -215,7 +215,10 @@ class SchedulerCore:
     def refusal_for_load(self, model: str, newcomer: AdmissionRequest, now: float) -> CoreError | None:
         """Return why a request that is not tokenized yet would be refused for load. Changes nothing."""
         served = self._models.get(model)
-        return served.admission.refusal(newcomer, now) if served is not None else None
+        if served is None:
+            return None
+        with served.admission.forecast.question():
+            return served.admission.refusal(newcomer, now)
 
     def caps(self, model: str) -> Caps | None:
         """Return the limits in force for requests that may be trimmed. Changes nothing."""

@@ -10,6 +10,8 @@ length of what has finished stand in for it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from octavo.protocol.steps import Priority
@@ -104,6 +106,8 @@ class Forecast:
         self._wait_error_s = Mean()
         self._ttft_error_s = Mean()
         self._capacity: Capacity | None = None
+        self._asked_capacity: Capacity | None = None
+        """What questions have measured, which events must not see: a replay is not asked anything."""
 
     # What is predicted ---------------------------------------------------------------------------
 
@@ -156,6 +160,15 @@ class Forecast:
         if known is None or now - known.at >= refresh_s or known.workers != workers:
             self._capacity = self._measure(now)
         return self._capacity
+
+    @contextmanager
+    def question(self) -> Iterator[None]:
+        """Keep what is measured inside from all that is predicted outside."""
+        self._capacity, self._asked_capacity = self._asked_capacity, self._capacity
+        try:
+            yield
+        finally:
+            self._capacity, self._asked_capacity = self._asked_capacity, self._capacity
 
     # What is learnt ------------------------------------------------------------------------------
 

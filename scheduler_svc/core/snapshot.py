@@ -107,11 +107,13 @@ def take_snapshot(lifecycle: Lifecycle, models: dict[str, ServedModel], now: flo
 
 def _overload(model: str, admission: AdmissionControl, now: float) -> OverloadSnapshot:
     assert admission.controller is not None
+    with admission.forecast.question():
+        expected = admission.predict(AdmissionRequest(), now)
     return OverloadSnapshot(
         model=model,
         level=admission.level,
         half_open=admission.level is Level.OPEN and admission.controller.breaker.half_open,
         pressure=admission.pressure,
-        expected=admission.predict(AdmissionRequest(), now),
+        expected=expected,
         caps=admission.caps(),
     )

@@ -158,6 +158,24 @@ def test_request_that_would_miss_its_deadline_is_refused_at_once_and_says_when_t
     assert desk.outcomes == {"LENGTH": 20, "DEADLINE_INFEASIBLE": 2}
 
 
+def test_questions_change_nothing_that_newcomers_are_told() -> None:
+    told = []
+    for asks in (False, True):
+        desk = Desk(*(worker(f"w{number}") for number in range(6)), overload=QUIET)
+        for number in range(12):
+            desk.submit(10 + number, max_tokens=12)
+        desk.finish()
+        for _ in range(6):
+            desk.submit(100, max_tokens=40)
+        desk.tick(desk.now + 5.0)
+        if asks:
+            desk.core.refusal_for_load("sim", AdmissionRequest(deadline=desk.now + 1.0), desk.now)
+            desk.core.snapshot(desk.now)
+        desk.answer("w0")
+        told.append(desk.submit_effects(30)[0])
+    assert told[0] == told[1]
+
+
 def test_deadline_for_the_whole_output_counts_only_what_is_certain_to_be_generated() -> None:
     desk = trained()
     desk.submit(30, max_tokens=100)
