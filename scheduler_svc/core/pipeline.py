@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from octavo.protocol.steps import Plan
 
-from scheduler_svc.core.errors import ProtocolViolationError
 from scheduler_svc.core.request import Sequence
 
 MIN_LEAD_S = 0.001
@@ -60,24 +59,6 @@ class Pipeline:
     def window(self, most: int) -> int:
         """Return how many plans may be outstanding; one by one while a culprit is searched for."""
         return 1 if self.bisection is not None or self.resume_after is not None else most
-
-    def send(self, flight: InFlight) -> None:
-        """Enter a plan that is about to be sent."""
-        self.resume_after = None
-        self.pending_seals.clear()
-        self.in_flight.append(flight)
-        self.next_step = flight.plan.step + 1
-
-    def answered(self, step: int) -> InFlight:
-        """Take out the plan that a report answers.
-
-        Raises:
-            ProtocolViolationError: the report is not the one that is due.
-        """
-        due = self.in_flight[0].plan.step if self.in_flight else None
-        if due != step:
-            raise ProtocolViolationError(f"report of step {step}, due is {due}")
-        return self.in_flight.popleft()
 
     def adapt_lead(self, bubble_us: int) -> None:
         """Send earlier after the device waited for a plan, else a little later each time."""

@@ -105,15 +105,15 @@ class PlanBuilder:
 
     def finish(self, now: float) -> InFlight:
         """Return the plan, entered into the worker's books."""
-        worker = self.worker
+        worker, pipeline = self.worker, self.worker.pipeline
         plan = Plan(
             step=self.step,
             admit=tuple(self.admits),
             prefill=tuple(self.prefill),
             skip=tuple(self.skip),
-            seal=tuple(worker.pipeline.pending_seals),
+            seal=tuple(pipeline.pending_seals),
             release=tuple(sequence.binding.handle for sequence in self.released),
-            resume_after=worker.pipeline.resume_after,
+            resume_after=pipeline.resume_after,
         )
         flight = InFlight(
             plan=plan,
@@ -126,5 +126,8 @@ class PlanBuilder:
             admitted=self.admitted,
         )
         worker.blocks.coming += flight.blocks_coming
-        worker.pipeline.send(flight)
+        pipeline.resume_after = None
+        pipeline.pending_seals.clear()
+        pipeline.in_flight.append(flight)
+        pipeline.next_step = self.step + 1
         return flight

@@ -74,11 +74,6 @@ class Binding:
     growth_bucket: int | None = None
     """Steps congruent to this (modulo the block size) take a block; None while it prefills."""
 
-    @property
-    def backlog_tokens(self) -> int:
-        """Prefill tokens that are not computed yet."""
-        return self.num_admitted_tokens - self.num_computed_tokens - self.num_believed_tokens
-
 
 @dataclass(slots=True, eq=False)
 class History:

@@ -8,6 +8,7 @@ from octavo.protocol.steps import DIGEST_MASK, Priority
 
 from scheduler_svc.core.blocks import BlockLedger
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.errors import ProtocolViolationError
 from scheduler_svc.core.events import WorkerInfo
 from scheduler_svc.core.pipeline import InFlight, Pipeline
 from scheduler_svc.core.request import Binding, Sequence
@@ -156,7 +157,8 @@ class WorkerState:
     @property
     def backlog_tokens(self) -> int:
         """Prefill tokens of admitted sequences that are not computed yet."""
-        return sum(sequence.binding.backlog_tokens for sequence in self.prefilling.values())
+        bindings = [sequence.binding for sequence in self.prefilling.values()]
+        return sum(b.num_admitted_tokens - b.num_computed_tokens - b.num_believed_tokens for b in bindings)
 
     def may_join(self, sequence: Sequence) -> bool:
         """Return whether a sequence may run beside the others.
@@ -250,7 +252,11 @@ class WorkerState:
         Raises:
             ProtocolViolationError: the report is not the one that is due.
         """
-        flight = self.pipeline.answered(step)
+        in_flight = self.pipeline.in_flight
+        due = in_flight[0].plan.step if in_flight else None
+        if due != step:
+            raise ProtocolViolationError(f"report of step {step}, due is {due}")
+        flight = in_flight.popleft()
         self.blocks.coming -= flight.blocks_coming
         for handle, tokens in flight.plan.prefill:
             sequence = self.sequences.get(handle)
