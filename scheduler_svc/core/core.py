@@ -44,7 +44,7 @@ class SchedulerCore:
         self._watchdogs: TimerWheel[str] = TimerWheel()
         self._draining = False
         self._fallen: dict[str, tuple[str, list[Blamed]]] = {}
-        """Workers that went away: their incarnation and whom we hold it against, while some live."""
+        """Lost workers: their incarnation, and those suspected of their death while some of them live."""
 
     # Requests ------------------------------------------------------------------------------------
 
@@ -294,11 +294,11 @@ class SchedulerCore:
         """
         # Batches of the control arm are not joined, so nothing is left to a busy worker there.
         static = self.config.static is not None
-        while (
-            sequence.status is SequenceStatus.WAITING and (idle := pool.idle_for(sequence, now)) is not None
-        ):
-            worker = idle
-            better = None if static else pool.better_elsewhere(idle, sequence, now)
+        while sequence.status is SequenceStatus.WAITING:
+            worker = pool.idle_for(sequence, now)
+            if worker is None:
+                return
+            better = None if static else pool.better_elsewhere(worker, sequence, now)
             if better is not None:
                 sequence.note_better(better.worth_until)
                 worker = better.worker

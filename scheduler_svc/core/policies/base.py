@@ -10,17 +10,18 @@ from scheduler_svc.core.events import AdmissionRequest
 from scheduler_svc.core.request import Sequence
 
 
-class Charges(Protocol):
-    """Where `fair` reads and writes what each tenant has used; shared by all classes of a model."""
+class Charges:
+    """What each tenant has used, for all classes of a model. This one, for most policies, keeps nothing."""
 
     def charge(self, tenant: str, tokens: float) -> None:
         """Add tokens that are computed for a tenant; take off, when negative, what was not after all."""
 
     def level(self, tenant: str, tokens: float = 0.0) -> float:
-        """Return a tenant's virtual token counter as it would be after so many more tokens."""
+        """Return what a tenant has used, and would have used after so many more tokens."""
+        return 0.0
 
     def join(self, tenant: str) -> None:
-        """A tenant has work again after a pause."""
+        """One more of a tenant's sequences is live."""
 
     def leave(self, tenant: str) -> None:
         """One of a tenant's sequences has ended."""
@@ -51,23 +52,6 @@ class Policy(Protocol):
 
     def ahead_of(self, newcomer: AdmissionRequest, now: float) -> int:
         """Return how many of the waiting would go before a newcomer."""
-
-
-class NoCharges:
-    """For policies that do not look at tenants."""
-
-    def charge(self, tenant: str, tokens: float) -> None:
-        """Ignore."""
-
-    def level(self, tenant: str, tokens: float = 0.0) -> float:
-        """Return zero."""
-        return 0.0
-
-    def join(self, tenant: str) -> None:
-        """Ignore."""
-
-    def leave(self, tenant: str) -> None:
-        """Ignore."""
 
 
 class SortedSequences:

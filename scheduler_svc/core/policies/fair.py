@@ -64,7 +64,7 @@ class Fair:
         return own + sum(min(count, own + 1) for count in others)
 
 
-class VirtualTokenCounters:
+class VirtualTokenCounters(Charges):
     """Virtual token counters of the tenants: tokens over weight, 1 for tenants that have none.
 
     `weights` may change at any time; it counts for what is charged from then on.

@@ -14,7 +14,7 @@ from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core import CoreConfig, NewRequest
 from scheduler_svc.core.events import AdmissionRequest
 from scheduler_svc.core.policies import POLICIES
-from scheduler_svc.core.policies.base import NoCharges
+from scheduler_svc.core.policies.base import Charges
 from scheduler_svc.core.policies.fair import VirtualTokenCounters
 from scheduler_svc.core.policies.fcfs import Fcfs
 from scheduler_svc.core.request import Request, Sequence
@@ -36,7 +36,7 @@ def waiting(arrival: float = 0.0, prompt: int = 10, **fields: Any) -> Sequence:
 def queue_of(
     *sequences: Sequence, charges: VirtualTokenCounters | None = None, **config: Any
 ) -> WaitingQueue:
-    queue = WaitingQueue(CoreConfig(**config), charges or NoCharges())
+    queue = WaitingQueue(CoreConfig(**config), charges or Charges())
     for sequence in sequences:
         queue.push(sequence)
     return queue
