@@ -315,7 +315,7 @@ class SchedulerCore:
         model = self._models[worker.info.model]
         pool, pipeline = model.pool, worker.pipeline
         pipeline.next_plan_at = None
-        while len(pipeline.in_flight) < pipeline.window(self.config.window):
+        while pipeline.has_room(self.config.window):
             # A lead before what is in flight has run.
             due = max(worker.ends_at() - pipeline.lead_s, worker.backoff.rests_until)
             if due > now:

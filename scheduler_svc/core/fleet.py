@@ -134,10 +134,11 @@ class ModelPool:
             self.loads.remove(worker.worker_id)
             return
         model = self.times_of(worker)
-        worker.pace.load = model.per_prefill_token_s * worker.backlog_tokens
+        load = model.per_prefill_token_s * worker.backlog_tokens
         if worker.decoding:
-            worker.pace.load += model.predict(len(worker.decoding), 0, worker.context_tokens)
-        self.loads.update(worker.worker_id, worker.pace.load)
+            load += model.predict(len(worker.decoding), 0, worker.context_tokens)
+        worker.pace.load = load
+        self.loads.update(worker.worker_id, load)
 
     def observe(
         self, worker: WorkerState, decodes: int, prefill_tokens: int, context_tokens: int, seconds: float
@@ -147,19 +148,18 @@ class ModelPool:
         if pace.step_times.num_observations >= ENOUGH_STEPS:
             self._veteran = self._veteran or worker
         elif self._veteran is not None:
-            worker.pace.expected_s += self._veteran.pace.step_times.predict(
-                decodes, prefill_tokens, context_tokens
-            )
-            worker.pace.observed_s += seconds
-        worker.pace.step_times.observe(decodes, prefill_tokens, context_tokens, seconds)
+            known = self._veteran.pace.step_times
+            pace.expected_s += known.predict(decodes, prefill_tokens, context_tokens)
+            pace.observed_s += seconds
+        pace.step_times.observe(decodes, prefill_tokens, context_tokens, seconds)
 
     def times_of(self, worker: WorkerState) -> StepTimePredictor:
         """Return the step times to expect of a worker: those of a known one, scaled, while it is new."""
-        if worker.pace.step_times.num_observations >= ENOUGH_STEPS or self._veteran is None:
-            return worker.pace.step_times
-        if not worker.pace.expected_s:
-            return self._veteran.pace.step_times
-        return ScaledStepTimes(self._veteran.pace.step_times, worker.pace.observed_s / worker.pace.expected_s)
+        pace = worker.pace
+        if pace.step_times.num_observations >= ENOUGH_STEPS or self._veteran is None:
+            return pace.step_times
+        known = self._veteran.pace.step_times
+        return ScaledStepTimes(known, pace.observed_s / pace.expected_s) if pace.expected_s else known
 
     def cached_tokens(self, worker: WorkerState, sequence: Sequence) -> int:
         """Return how many tokens of a sequence a worker is believed to hold; one is always computed."""

@@ -56,9 +56,11 @@ class Pipeline:
     """The failed step that the next plan has to name; until then the worker skips all plans."""
     bisection: Bisection | None = None
 
-    def window(self, most: int) -> int:
-        """Return how many plans may be outstanding; one by one while a culprit is searched for."""
-        return 1 if self.bisection is not None or self.resume_after is not None else most
+    def has_room(self, window: int) -> bool:
+        """Return whether one more plan may be outstanding; one by one while a culprit is searched for."""
+        if self.bisection is not None or self.resume_after is not None:
+            return not self.in_flight
+        return len(self.in_flight) < window
 
     def adapt_lead(self, bubble_us: int) -> None:
         """Send earlier after the device waited for a plan, else a little later each time."""

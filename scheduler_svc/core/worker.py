@@ -157,6 +157,8 @@ class WorkerState:
     @property
     def backlog_tokens(self) -> int:
         """Prefill tokens of admitted sequences that are not computed yet."""
+        if not self.prefilling:
+            return 0
         bindings = [sequence.binding for sequence in self.prefilling.values()]
         return sum(b.num_admitted_tokens - b.num_computed_tokens - b.num_believed_tokens for b in bindings)
 
