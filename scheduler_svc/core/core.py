@@ -19,7 +19,7 @@ from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
 from scheduler_svc.core.events import AdmissionRequest, NewRequest, WorkerInfo
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.lifecycle import Blamed, Lifecycle
-from scheduler_svc.core.model import ServedModel
+from scheduler_svc.core.model import ModelScheduler
 from scheduler_svc.core.overload import Caps, Level
 from scheduler_svc.core.planning import Explain
 from scheduler_svc.core.reports import ReportReader
@@ -35,7 +35,7 @@ class SchedulerCore:
     def __init__(self, config: CoreConfig, explain: Explain | None = None) -> None:
         self.config = config
         self._explain = explain
-        self._models: dict[str, ServedModel] = {}
+        self._models: dict[str, ModelScheduler] = {}
         self._workers: dict[str, WorkerState] = {}
         self._weights = dict(config.tenant_weights)
         self._lifecycle = Lifecycle(config, self._models)
@@ -255,14 +255,14 @@ class SchedulerCore:
 
     # Inside --------------------------------------------------------------------------------------
 
-    def _model(self, name: str) -> ServedModel:
+    def _model(self, name: str) -> ModelScheduler:
         model = self._models.get(name)
         if model is None:
-            model = self._models[name] = ServedModel(self.config, self._weights, name, self._explain)
+            model = self._models[name] = ModelScheduler(self.config, self._weights, name, self._explain)
         return model
 
     def _refusal(
-        self, spec: NewRequest, model: ServedModel, newcomer: AdmissionRequest, now: float
+        self, spec: NewRequest, model: ModelScheduler, newcomer: AdmissionRequest, now: float
     ) -> CoreError | None:
         """Return why a request cannot be taken, if so."""
         if spec.request_id in self._lifecycle.requests:

@@ -13,7 +13,7 @@ from scheduler_svc.core.effects import ChoiceTimings, Effect, FinishChoice, LogE
 from scheduler_svc.core.errors import CoreError, Reason
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.fleet import ModelPool
-from scheduler_svc.core.model import ServedModel
+from scheduler_svc.core.model import ModelScheduler
 from scheduler_svc.core.request import Prediction, Request, Sequence, SequenceStatus
 from scheduler_svc.core.timers import RESOLUTION_S, TimerWheel
 
@@ -36,7 +36,7 @@ class Lifecycle:
     `arrivals` equals the sum of `outcomes` and the live requests at all times.
     """
 
-    def __init__(self, config: CoreConfig, models: dict[str, ServedModel]) -> None:
+    def __init__(self, config: CoreConfig, models: dict[str, ModelScheduler]) -> None:
         self._config = config
         self._models = models
         self.requests: dict[str, Request] = {}

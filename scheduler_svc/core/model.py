@@ -9,7 +9,7 @@ from scheduler_svc.core.planning import ContinuousPlanner, Explain
 from scheduler_svc.core.static import StaticPlanner
 
 
-class ServedModel:
+class ModelScheduler:
     """Who may come in, who waits and runs where, and what each worker does next."""
 
     def __init__(

@@ -9,7 +9,7 @@ from octavo.protocol.steps import Geometry, PoolReport, Priority
 from scheduler_svc.core.admission import AdmissionControl
 from scheduler_svc.core.events import AdmissionRequest
 from scheduler_svc.core.lifecycle import Lifecycle
-from scheduler_svc.core.model import ServedModel
+from scheduler_svc.core.model import ModelScheduler
 from scheduler_svc.core.overload import Caps, Level, Pressure
 from scheduler_svc.core.request import Prediction
 
@@ -67,7 +67,7 @@ class CoreSnapshot:
     """One per model; empty when the ladder is off."""
 
 
-def take_snapshot(lifecycle: Lifecycle, models: dict[str, ServedModel], now: float) -> CoreSnapshot:
+def take_snapshot(lifecycle: Lifecycle, models: dict[str, ModelScheduler], now: float) -> CoreSnapshot:
     """Collect the figures of the moment."""
     queues = []
     workers = []
