@@ -76,7 +76,7 @@ class Binding:
 
 
 @dataclass(slots=True, eq=False)
-class History:
+class SequenceHistory:
     """What a sequence has been through."""
 
     started_at: float | None = None
@@ -111,7 +111,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     waiting: Waiting = field(default_factory=Waiting)
     binding: Binding = field(default_factory=Binding)
-    history: History = field(default_factory=History)
+    history: SequenceHistory = field(default_factory=SequenceHistory)
     deaths: Deaths = field(default_factory=Deaths)
 
     @property
