@@ -16,7 +16,6 @@ from typing import Any, Final, Protocol
 import structlog
 from octavo.protocol.steps import Plan, Report
 
-from scheduler_svc.core.admission import Ask
 from scheduler_svc.core.core import SchedulerCore
 from scheduler_svc.core.effects import (
     Accepted,
@@ -30,7 +29,7 @@ from scheduler_svc.core.effects import (
     SendPlan,
 )
 from scheduler_svc.core.errors import CoreError
-from scheduler_svc.core.events import WorkerInfo
+from scheduler_svc.core.events import AdmissionRequest, WorkerInfo
 from scheduler_svc.core.overload import Caps, Level
 from scheduler_svc.core.snapshot import CoreSnapshot
 from scheduler_svc.errors import ServiceError
@@ -145,7 +144,7 @@ class CoreDriver:
         """Wait until no request is live."""
         await self._idle.wait()
 
-    def refusal_for_load(self, model: str, ask: Ask) -> CoreError | None:
+    def refusal_for_load(self, model: str, ask: AdmissionRequest) -> CoreError | None:
         """Return why a request would be refused for load right now. Call it on the event loop only."""
         return self._core.refusal_for_load(model, ask, self._clock())
 

@@ -14,7 +14,7 @@ from octavo.protocol.steps import Priority
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.config import QueueSection
-from scheduler_svc.core.admission import Ask
+from scheduler_svc.core.events import AdmissionRequest
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.fleet.models import ModelRegistry, ServedModel
@@ -140,7 +140,7 @@ class LoadGate:
         if terms.HasField("queue_timeout_ms"):
             timeout_s = terms.queue_timeout_ms / 1000
         requests, tokens = self._pending.get(model.id, (0, 0))
-        ask = Ask(
+        ask = AdmissionRequest(
             priority=priority,
             tenant=incoming.tenant.name,
             prompt_tokens=incoming.prompt_tokens,

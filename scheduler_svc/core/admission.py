@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from octavo.protocol.steps import Priority
 
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.effects import Effect, LogEvent
+from scheduler_svc.core.effects import LogEvent
 from scheduler_svc.core.errors import CoreError, Reason
-from scheduler_svc.core.forecast import Forecast, Prediction
+from scheduler_svc.core.events import AdmissionRequest
+from scheduler_svc.core.fleet import ModelPool
+from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.overload import Caps, Controller, Level, Misses, Pressure, Transition
+from scheduler_svc.core.request import Prediction, Request, Sequence
 from scheduler_svc.core.steptime import ENOUGH_STEPS
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.events import NewRequest
-    from scheduler_svc.core.fleet import ModelPool
-    from scheduler_svc.core.request import Request, Sequence
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
@@ -31,29 +27,8 @@ _FAILED = _EXPIRED | {Reason.STEP_FAILED, Reason.POISON}
 """Ends that speak against the service; the others are its clients' doing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What is known of a newcomer: by estimate before its prompt is tokenized, exactly after."""
-
-    priority: Priority = Priority.STANDARD
-    tenant: str = ""
-    prompt_tokens: int = 0
-    todo_tokens: int = 0
-    """Of these, what has to be computed; 0 before that is known."""
-    output_tokens: int = 1
-    """Tokens that it generates at least."""
-    may_shed: bool = False
-    paced: bool = False
-    queue_deadline: float | None = None
-    ttft_deadline: float | None = None
-    deadline: float | None = None
-    pending_requests: int = 0
-    pending_tokens: int = 0
-    """What is on its way to the queue ahead of it."""
-
-
-class Door:
-    """Admission to one model. Only `observe` and what is told of requests change anything."""
+class AdmissionControl:
+    """Who may come in to one model. Only `observe` and what is told of requests change anything."""
 
     def __init__(self, config: CoreConfig, pool: ModelPool) -> None:
         self._config = config
@@ -83,23 +58,27 @@ class Door:
 
     # Newcomers -----------------------------------------------------------------------------------
 
-    def refusal(self, ask: Ask, now: float) -> CoreError | None:
+    def refusal(self, newcomer: AdmissionRequest, now: float) -> CoreError | None:
         """Return why a newcomer is refused, if so."""
-        if ask.paced:
+        if newcomer.paced:
             # Its client was granted what it sends, and gets no more credits while there is no room.
             return None
-        return self._refused_by_level(ask, now) or self._full(ask, now) or self._too_late(ask, now)
+        return (
+            self._refused_by_level(newcomer, now)
+            or self._full(newcomer, now)
+            or self._too_late(newcomer, now)
+        )
 
-    def predict(self, ask: Ask, now: float) -> Prediction | None:
+    def predict(self, newcomer: AdmissionRequest, now: float) -> Prediction | None:
         """Return what a newcomer has to expect, or None while too little is known."""
-        ahead, tokens = self._ahead(ask, now)
-        return self.forecast.predict(ask.priority, ahead, (tokens, ask.todo_tokens), now)
+        ahead, tokens = self._ahead(newcomer, now)
+        return self.forecast.predict(newcomer.priority, ahead, (tokens, newcomer.todo_tokens), now)
 
-    def displaced(self, ask: Ask) -> Sequence | None:
+    def displaced(self, newcomer: AdmissionRequest) -> Sequence | None:
         """Return who has to leave a full queue for a newcomer: the last of the lowest class below its own."""
-        if ask.paced or not self._over_bound(ask):
+        if newcomer.paced or not self._over_bound(newcomer):
             return None
-        return self._pool.queue.last_below(ask.priority)
+        return self._pool.queue.last_below(newcomer.priority)
 
     def displacement(self, now: float) -> CoreError:
         """Return what those are told who had to leave."""
@@ -112,14 +91,14 @@ class Door:
 
     def retry_after_s(self, priority: Priority, now: float) -> float:
         """Return when a refused client should come back: when what is ahead of its class has drained."""
-        ahead, _ = self._ahead(Ask(priority=priority), now)
+        ahead, _ = self._ahead(AdmissionRequest(priority=priority), now)
         drain_s = self.forecast.drain_s(ahead, now)
         return _bounded(drain_s if drain_s is not None else 1.0)
 
     # What becomes of them ------------------------------------------------------------------------
 
     def asked(self, priority: Priority, now: float) -> None:
-        """A newcomer of a class is at the door, whatever becomes of it."""
+        """A newcomer of a class has come, whatever becomes of it."""
         self._asked_at[priority] = now
 
     def came_in(self, request: Request, now: float) -> None:
@@ -136,18 +115,21 @@ class Door:
         if self.controller is not None:
             self.controller.breaker.passed(request.request_id)
 
-    def closed(self, request: Request, reason: Reason | None, now: float, out: list[Effect]) -> None:
-        """A request has ended; `reason` is that of its failure, None when it ended well or was cancelled."""
+    def closed(self, request: Request, reason: Reason | None, now: float) -> LogEvent | None:
+        """A request has ended; `reason` is that of its failure, None when it ended well or was cancelled.
+
+        Returns what is to be logged: the breaker opens again when a probe has failed.
+        """
         if request.got_token:
-            return
+            return None
         if reason in _EXPIRED and request.prediction is not None:
             self._misses.add(now, missed=True)
         if self.controller is None:
-            return
+            return None
         if reason in _FAILED:
-            self._log(self.controller.probe_failed(request.request_id, now), out)
-        else:
-            self.controller.breaker.withdrawn(request.request_id)
+            return self._event(self.controller.probe_failed(request.request_id, now))
+        self.controller.breaker.withdrawn(request.request_id)
+        return None
 
     def progressed(self, now: float) -> None:
         """A worker has reported."""
@@ -165,19 +147,19 @@ class Door:
         stalls_at = self._progress_at + self.controller.config.stall_s
         return max(next_at, stalls_at) if self._outstanding() else None
 
-    def observe(self, now: float, out: list[Effect]) -> None:
-        """Look at the inputs if it is time to, and move the level."""
+    def observe(self, now: float) -> LogEvent | None:
+        """Look at the inputs if it is time to, and move the level; return what is to be logged of that."""
         controller = self.controller
         if controller is None or now < self._looked_at + controller.config.interval_s:
-            return
+            return None
         self._looked_at = now
         if not self._outstanding():
             self._progress_at = now
-        self._log(controller.observe(self._measure(now), now), out)
+        return self._event(controller.observe(self._measure(now), now))
 
     # Inside --------------------------------------------------------------------------------------
 
-    def _refused_by_level(self, ask: Ask, now: float) -> CoreError | None:
+    def _refused_by_level(self, newcomer: AdmissionRequest, now: float) -> CoreError | None:
         controller = self.controller
         if controller is None or self.level < Level.SHED_BATCH:
             return None
@@ -185,36 +167,36 @@ class Door:
             breaker = controller.breaker
             if breaker.admits():
                 return None
-            retry = max(breaker.open_until - now, self.retry_after_s(ask.priority, now))
+            retry = max(breaker.open_until - now, self.retry_after_s(newcomer.priority, now))
             return CoreError(
                 Reason.BREAKER_OPEN, "the service has no room at all", _bounded(retry), self._facts()
             )
         what = ""
-        if self.level >= Level.SHED_STANDARD and ask.priority > Priority.INTERACTIVE:
+        if self.level >= Level.SHED_STANDARD and newcomer.priority > Priority.INTERACTIVE:
             what = "nothing but the interactive class"
-        elif ask.priority is Priority.BATCH:
+        elif newcomer.priority is Priority.BATCH:
             what = "none of the batch class"
-        elif ask.may_shed and ask.prompt_tokens > controller.config.shed_prompt_tokens:
+        elif newcomer.may_shed and newcomer.prompt_tokens > controller.config.shed_prompt_tokens:
             what = f"no prompts of more than {controller.config.shed_prompt_tokens} tokens that may be shed"
         if not what:
             return None
         return CoreError(
             Reason.SHED,
             f"at level {int(self.level)} of load the service takes {what}",
-            max(self.retry_after_s(ask.priority, now), controller.config.dwell_s),
+            max(self.retry_after_s(newcomer.priority, now), controller.config.dwell_s),
             self._facts(),
         )
 
-    def _over_bound(self, ask: Ask) -> str | None:
+    def _over_bound(self, newcomer: AdmissionRequest) -> str | None:
         """Return the bound of the queue that a newcomer would pass, if any."""
         queue, config = self._pool.queue, self._config
         waiting = queue.bounded_requests()
-        over = waiting + ask.pending_requests - config.max_waiting_requests
+        over = waiting + newcomer.pending_requests - config.max_waiting_requests
         # Of those on their way, as many as there are places will not wait.
         if waiting >= config.max_waiting_requests or (over >= 0 and over >= self._places()):
             return f"{config.max_waiting_requests} requests"
-        tokens, limit = queue.bounded_tokens() + ask.pending_tokens, config.max_waiting_tokens
-        if limit is not None and tokens > 0 and tokens + ask.prompt_tokens > limit:
+        tokens, limit = queue.bounded_tokens() + newcomer.pending_tokens, config.max_waiting_tokens
+        if limit is not None and tokens > 0 and tokens + newcomer.prompt_tokens > limit:
             return f"{limit} tokens"
         return None
 
@@ -223,35 +205,35 @@ class Door:
         workers = self._pool.workers.values()
         return sum(max(0, worker.max_num_seqs - worker.num_seqs) for worker in workers if not worker.draining)
 
-    def _full(self, ask: Ask, now: float) -> CoreError | None:
-        bound = self._over_bound(ask)
-        if bound is None or self._pool.queue.last_below(ask.priority) is not None:
+    def _full(self, newcomer: AdmissionRequest, now: float) -> CoreError | None:
+        bound = self._over_bound(newcomer)
+        if bound is None or self._pool.queue.last_below(newcomer.priority) is not None:
             return None
         return CoreError(
             Reason.QUEUE_FULL,
             f"the queue is full ({bound})",
-            retry_after_s=self.retry_after_s(ask.priority, now),
+            retry_after_s=self.retry_after_s(newcomer.priority, now),
             metadata=self._facts(),
         )
 
-    def _too_late(self, ask: Ask, now: float) -> CoreError | None:
+    def _too_late(self, newcomer: AdmissionRequest, now: float) -> CoreError | None:
         """Return the refusal of a newcomer that would miss a deadline. An idle service always tries."""
-        deadlines = (ask.queue_deadline, ask.ttft_deadline, ask.deadline)
+        deadlines = (newcomer.queue_deadline, newcomer.ttft_deadline, newcomer.deadline)
         if self.controller is None or deadlines == (None, None, None) or not self._outstanding():
             return None
-        expected = self.predict(ask, now)
+        expected = self.predict(newcomer, now)
         if expected is None:
             return None
         step_s = self.forecast.token_s(now)
-        end_s = expected.ttft_s + (ask.output_tokens - 1) * step_s
-        queue_deadline = ask.queue_deadline
+        end_s = expected.ttft_s + (newcomer.output_tokens - 1) * step_s
+        queue_deadline = newcomer.queue_deadline
         if queue_deadline is not None:
             # No wait at all means: in the next plan or never.
             queue_deadline = max(queue_deadline, self._pool.looks_until(now) + step_s)
         for name, at, seconds, error_s in (
             ("queue timeout", queue_deadline, expected.wait_s, expected.wait_error_s),
-            ("TTFT deadline", ask.ttft_deadline, expected.ttft_s, expected.ttft_error_s),
-            ("deadline", ask.deadline, end_s, expected.ttft_error_s),
+            ("TTFT deadline", newcomer.ttft_deadline, expected.ttft_s, expected.ttft_error_s),
+            ("deadline", newcomer.deadline, end_s, expected.ttft_error_s),
         ):
             if at is None:
                 continue
@@ -265,17 +247,17 @@ class Door:
                 )
         return None
 
-    def _ahead(self, ask: Ask, now: float) -> tuple[int, int]:
+    def _ahead(self, newcomer: AdmissionRequest, now: float) -> tuple[int, int]:
         """Return how many go before a newcomer, and how many tokens they have to compute."""
-        waiting, tokens = self._pool.queue.ahead_of(ask, now)
-        return waiting + ask.pending_requests, tokens + ask.pending_tokens
+        waiting, tokens = self._pool.queue.ahead_of(newcomer, now)
+        return waiting + newcomer.pending_requests, tokens + newcomer.pending_tokens
 
     def _outstanding(self) -> bool:
         """Return whether anything runs, or waits that a worker can hold."""
         pool = self._pool
         if pool.queue.num_servable:
             return True
-        return len(pool.idle) < len(pool.workers) and any(w.in_flight for w in pool.workers.values())
+        return len(pool.idle) < len(pool.workers) and any(w.pipeline.in_flight for w in pool.workers.values())
 
     def _measure(self, now: float) -> Pressure:
         """Return the inputs of the moment."""
@@ -283,11 +265,11 @@ class Door:
         assert self.controller is not None
         requests = tokens = 0
         backlog = []
-        for lane in pool.queue.lanes.values():
+        for queue in pool.queue.classes.values():
             # Who waits for a worker that is away is no load on those that are here.
-            lane_requests, lane_tokens = lane.bounded_servable()
-            requests += lane_requests
-            tokens += lane_tokens
+            class_requests, class_tokens = queue.bounded_servable()
+            requests += class_requests
+            tokens += class_tokens
             share = requests / config.max_waiting_requests
             if config.max_waiting_tokens is not None:
                 share = max(share, tokens / config.max_waiting_tokens)
@@ -296,7 +278,7 @@ class Door:
             self._wait_share(priority, timeout_s, now) if timeout_s else 0.0
             for priority, timeout_s in self.controller.config.queue_timeout_s.items()
         ]
-        active = sum(worker.pool.active for worker in pool.workers.values())
+        active = sum(worker.blocks.pool.active for worker in pool.workers.values())
         total = sum(worker.info.geometry.num_blocks for worker in pool.workers.values())
         return Pressure(
             backlog=(backlog[0], backlog[1], backlog[2]),
@@ -308,7 +290,7 @@ class Door:
 
     def _stalled_s(self, now: float) -> float:
         """Return for how long a report is overdue; 0 while it is not known when one is due."""
-        busy = [worker for worker in self._pool.workers.values() if worker.in_flight]
+        busy = [worker for worker in self._pool.workers.values() if worker.pipeline.in_flight]
         if any(self._pool.times_of(worker).num_observations < ENOUGH_STEPS for worker in busy):
             return 0.0
         due = min((worker.ends_at() for worker in busy), default=self._progress_at)
@@ -318,7 +300,7 @@ class Door:
         # Nobody is turned away for the sake of a class that nobody asks for.
         if not self._pool.queue.num_servable or now - self._asked_at.get(priority, -math.inf) > _DEMAND_S:
             return 0.0
-        expected = self.predict(Ask(priority=priority), now)
+        expected = self.predict(AdmissionRequest(priority=priority), now)
         return expected.wait_s / timeout_s if expected is not None else 0.0
 
     def _facts(self) -> dict[str, str]:
@@ -329,9 +311,9 @@ class Door:
             "waiting_tokens": str(queue.num_tokens),
         }
 
-    def _log(self, change: Transition | None, out: list[Effect]) -> None:
+    def _event(self, change: Transition | None) -> LogEvent | None:
         if change is None:
-            return
+            return None
         moved = change.former is not change.level
         fields: dict[str, object] = {
             "model": self._pool.model,
@@ -340,26 +322,7 @@ class Door:
         }
         if moved:
             fields |= {"former_level": int(change.former), "new_level": int(change.level)}
-        out.append(LogEvent("level_changed" if moved else f"breaker_{change.cause}", fields))
-
-
-def ask_of(spec: NewRequest, cached_tokens: int) -> Ask:
-    """Return what a tokenized request asks for."""
-    prompt, sampling = len(spec.prompt_token_ids), spec.sampling
-    resumed = max(map(len, spec.resumed.values()), default=0)
-    certain = sampling.max_tokens if sampling.ignore_eos and not sampling.stop else sampling.min_tokens
-    return Ask(
-        priority=spec.priority,
-        tenant=spec.tenant,
-        prompt_tokens=prompt,
-        todo_tokens=max(1, prompt + resumed - cached_tokens),
-        output_tokens=max(1, (certain or 1) - resumed),
-        may_shed=spec.may_shed,
-        paced=spec.paced,
-        queue_deadline=spec.queue_deadline,
-        ttft_deadline=spec.ttft_deadline,
-        deadline=spec.deadline,
-    )
+        return LogEvent("level_changed" if moved else f"breaker_{change.cause}", fields)
 
 
 def _bounded(seconds: float) -> float:

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 from octavo.protocol.steps import StepError
 
-from scheduler_svc.core.planning import Draft
-from scheduler_svc.core.request import Sequence, Status
-from scheduler_svc.core.worker import Bisection, InFlight, WorkerState
+from scheduler_svc.core.pipeline import Bisection, InFlight
+from scheduler_svc.core.plan_builder import PlanBuilder
+from scheduler_svc.core.request import Sequence, SequenceStatus
+from scheduler_svc.core.worker import WorkerState
 
 
 def _runs_on(worker: WorkerState, sequence: Sequence) -> bool:
-    return sequence.status is Status.RUNNING and sequence.worker is worker
+    return (
+        sequence.status is SequenceStatus.RUNNING
+        and worker.sequences.get(sequence.binding.handle) is sequence
+    )
 
 
 def step_failed(worker: WorkerState, flight: InFlight, errors: tuple[StepError, ...]) -> list[Sequence]:
     """Take note of a failed step; return the culprits that are known."""
-    worker.resume_after = flight.plan.step
+    worker.pipeline.resume_after = flight.plan.step
     named = {handle for error in errors for handle in error.handles}
     culprits = [s for handle, s in worker.sequences.items() if handle in named and _runs_on(worker, s)]
-    search = worker.bisection
+    search = worker.pipeline.bisection
     if search is not None:
         suspects = [s for s in search.on_trial if _runs_on(worker, s) and s not in culprits]
         search.on_trial = []
@@ -32,44 +36,44 @@ def step_failed(worker: WorkerState, flight: InFlight, errors: tuple[StepError, 
         search.groups[:0] = _halves(suspects)
     elif not culprits:
         # A lone sequence is tried once more: what failed may have passed.
-        worker.bisection = Bisection(_halves(_batch(worker, flight)))
+        worker.pipeline.bisection = Bisection(_halves(_batch(worker, flight)))
     return culprits
 
 
 def step_passed(worker: WorkerState) -> None:
     """The group on trial has run without a failure."""
-    if worker.bisection is not None:
-        worker.bisection.on_trial = []
+    if worker.pipeline.bisection is not None:
+        worker.pipeline.bisection.on_trial = []
 
 
-def draft_trial(worker: WorkerState) -> Draft | None:
-    """Return a draft that runs the next group alone; None when the search is over, or there is none."""
-    search = worker.bisection
+def plan_trial(worker: WorkerState) -> PlanBuilder | None:
+    """Return a plan that runs the next group alone; None when the search is over, or there is none."""
+    search = worker.pipeline.bisection
     if search is None:
         return None
     group: list[Sequence] = []
     while search.groups and not group:
         group = [sequence for sequence in search.groups.pop(0) if _runs_on(worker, sequence)]
     if not group:
-        worker.bisection = None
+        worker.pipeline.bisection = None
         return None
     search.on_trial = group
-    draft = Draft(worker, worker.next_step, worker.token_budget, worker.available_blocks())
-    chosen = {sequence.handle for sequence in group}
+    builder = PlanBuilder.for_next_step(worker)
+    chosen = {sequence.binding.handle for sequence in group}
     for handle, sequence in worker.sequences.items():
         if handle not in chosen:
             # Rows that are held after their end are computed too, unless they are skipped.
-            draft.skip.append(handle)
-            worker.delay_growth(sequence)
+            builder.skip.append(handle)
+            worker.blocks.delay_growth(sequence)
         elif handle in worker.decoding:
-            draft.decodes += 1
-    draft.budget -= draft.decodes
+            builder.decodes += 1
+    builder.budget -= builder.decodes
     for sequence in group:
         left = sequence.left_to_plan
-        if sequence.handle in worker.prefilling and left > 0 and draft.budget > 0:
-            draft.compute(sequence, min(left, draft.budget))
-    draft.take_blocks(worker.growth_in(draft.step))
-    return draft
+        if sequence.binding.handle in worker.prefilling and left > 0 and builder.budget > 0:
+            builder.compute(sequence, min(left, builder.budget))
+    builder.take_blocks(worker.growth_in(builder.step))
+    return builder
 
 
 def _batch(worker: WorkerState, flight: InFlight) -> list[Sequence]:
@@ -77,7 +81,7 @@ def _batch(worker: WorkerState, flight: InFlight) -> list[Sequence]:
     skipped = set(flight.plan.skip)
     batch = [sequence for handle, sequence in worker.decoding.items() if handle not in skipped]
     prefilled = (worker.sequences.get(handle) for handle, _ in flight.plan.prefill)
-    batch.extend(s for s in prefilled if s is not None and s.handle not in worker.decoding)
+    batch.extend(s for s in prefilled if s is not None and s.binding.handle not in worker.decoding)
     return [sequence for sequence in batch if _runs_on(worker, sequence)]
 
 

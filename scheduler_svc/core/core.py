@@ -13,19 +13,18 @@ from collections.abc import Mapping
 from octavo.protocol.steps import FinishReason, Report
 
 from scheduler_svc.core import bisection
-from scheduler_svc.core.admission import Ask, ask_of
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.effects import Accepted, DetachWorker, Effect, LogEvent, Reject, SendPlan
 from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
-from scheduler_svc.core.events import NewRequest, WorkerInfo
+from scheduler_svc.core.events import AdmissionRequest, NewRequest, WorkerInfo
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.lifecycle import Blamed, Lifecycle
+from scheduler_svc.core.model import ModelScheduler
 from scheduler_svc.core.overload import Caps, Level
-from scheduler_svc.core.planning import ContinuousPlanner, Explain
+from scheduler_svc.core.planning import Explain
 from scheduler_svc.core.reports import ReportReader
-from scheduler_svc.core.request import Request, Sequence, Status
+from scheduler_svc.core.request import Request, Sequence, SequenceStatus
 from scheduler_svc.core.snapshot import CoreSnapshot, take_snapshot
-from scheduler_svc.core.static import StaticPlanner
 from scheduler_svc.core.timers import TimerWheel
 from scheduler_svc.core.worker import WorkerState
 
@@ -36,17 +35,16 @@ class SchedulerCore:
     def __init__(self, config: CoreConfig, explain: Explain | None = None) -> None:
         self.config = config
         self._explain = explain
-        self._pools: dict[str, ModelPool] = {}
-        self._planners: dict[str, ContinuousPlanner | StaticPlanner] = {}
+        self._models: dict[str, ModelScheduler] = {}
         self._workers: dict[str, WorkerState] = {}
         self._weights = dict(config.tenant_weights)
-        self._lifecycle = Lifecycle(config, self._pools)
+        self._lifecycle = Lifecycle(config, self._models)
         self._reader = ReportReader(config, self._lifecycle)
         self._wakeups: list[tuple[float, str]] = []
         self._watchdogs: TimerWheel[str] = TimerWheel()
         self._draining = False
         self._fallen: dict[str, tuple[str, list[Blamed]]] = {}
-        """Workers that went away: their incarnation and whom we hold it against, while some live."""
+        """Lost workers: their incarnation, and those suspected of their death while some of them live."""
 
     # Requests ------------------------------------------------------------------------------------
 
@@ -54,20 +52,24 @@ class SchedulerCore:
         """Take a request in, or refuse it."""
         out: list[Effect] = []
         self._expire(now, out)
-        pool = self._pool(spec.model)
-        ask = ask_of(spec, pool.deepest_cached_tokens(spec))
-        pool.door.asked(spec.priority, now)
-        error = self._refusal(spec, pool, ask, now)
+        model = self._model(spec.model)
+        admission = model.admission
+        newcomer = AdmissionRequest.of(spec, model.pool.deepest_cached_tokens(spec))
+        admission.asked(spec.priority, now)
+        error = self._refusal(spec, model, newcomer, now)
         if error is not None:
             self._lifecycle.refused(error)
             out.append(Reject(spec.request_id, error))
             return out
-        self._make_way(pool, ask, now, out)
-        position = pool.queue.num_fresh
-        expected = pool.door.predict(ask, now)
-        self._lifecycle.open(spec, pool, expected, now)
+        displaced = admission.displaced(newcomer)
+        if displaced is not None:
+            why = admission.displacement(now)
+            self._lifecycle.end_request(displaced.request, FinishReason.ERROR, why, now, out)
+        position = model.pool.queue.num_fresh
+        expected = admission.predict(newcomer, now)
+        self._lifecycle.open(spec, expected, now)
         wait_s, ttft_s = (expected.wait_s, expected.ttft_s) if expected is not None else (None, None)
-        out.append(Accepted(spec.request_id, position, wait_s, ttft_s, int(pool.door.level)))
+        out.append(Accepted(spec.request_id, position, wait_s, ttft_s, int(admission.level)))
         self._place_waiting(now, out)
         return out
 
@@ -83,7 +85,7 @@ class SchedulerCore:
         """A stop string has ended a choice. An unknown id or an ended choice changes nothing."""
         out: list[Effect] = []
         request = self._lifecycle.requests.get(request_id)
-        if request is not None and request.sequences[choice].status is not Status.FINISHED:
+        if request is not None and request.sequences[choice].status is not SequenceStatus.FINISHED:
             self._lifecycle.end_choice(request.sequences[choice], FinishReason.STOP, now, out)
             self._place_waiting(now, out)
         return out
@@ -111,9 +113,9 @@ class SchedulerCore:
         if incarnation == info.incarnation:
             # Only its stream had broken: nobody killed it.
             for sequence in filter(None, map(self._lifecycle.find, blamed)):
-                sequence.deaths = max(0, sequence.deaths - 1)
-                sequence.total_deaths = max(0, sequence.total_deaths - 1)
-        pool = self._pool(info.model)
+                sequence.deaths.recent = max(0, sequence.deaths.recent - 1)
+                sequence.deaths.total = max(0, sequence.deaths.total - 1)
+        pool = self._model(info.model).pool
         worker = WorkerState.from_info(info, self.config, now)
         self._workers[info.worker_id] = worker
         pool.add(worker)
@@ -140,7 +142,7 @@ class SchedulerCore:
         worker = self._workers.get(worker_id)
         if worker is not None:
             out.append(LogEvent("worker_draining", {"worker_id": worker_id, "running": worker.num_seqs}))
-            self._pools[worker.info.model].stop_using(worker, now)
+            self._models[worker.info.model].pool.stop_using(worker, now)
             self._place_waiting(now, out)
         return out
 
@@ -151,14 +153,14 @@ class SchedulerCore:
         if worker is None:
             return out
         self._expire(now, out)
-        pool = self._pools[worker.info.model]
+        model = self._models[worker.info.model]
         try:
-            self._reader.read(worker, pool, report, now, out)
+            self._reader.read(worker, model.pool, report, now, out)
         except ProtocolViolationError as violation:
             self._detach(worker, str(violation), now, out, blame=False)
         else:
-            pool.door.progressed(now)
-            pool.update_load(worker)
+            model.admission.progressed(now)
+            model.pool.update_load(worker)
             self._watch(worker, now)
             self._plan_ahead(worker, now, out)
         self._place_waiting(now, out)
@@ -171,11 +173,11 @@ class SchedulerCore:
         while self._wakeups:
             at, worker_id = self._wakeups[0]
             worker = self._workers.get(worker_id)
-            if worker is not None and worker.next_plan_at == at:
+            if worker is not None and worker.pipeline.next_plan_at == at:
                 break
             heapq.heappop(self._wakeups)
         times = [self._lifecycle.deadlines.next_at(), self._watchdogs.next_at()]
-        times += [pool.door.next_look() for pool in self._pools.values()]
+        times += [model.admission.next_look() for model in self._models.values()]
         if self._wakeups:
             times.append(self._wakeups[0][0])
         return min((at for at in times if at is not None), default=None)
@@ -186,39 +188,42 @@ class SchedulerCore:
         self._expire(now, out)
         for worker_id in self._watchdogs.expire(now):
             worker = self._workers.get(worker_id)
-            if worker is not None and worker.in_flight:
+            if worker is not None and worker.pipeline.in_flight:
                 self._detach(worker, "watchdog: no report in time", now, out, blame=True)
         while self._wakeups and self._wakeups[0][0] <= now:
             at, worker_id = heapq.heappop(self._wakeups)
             worker = self._workers.get(worker_id)
-            if worker is not None and worker.next_plan_at == at:
+            if worker is not None and worker.pipeline.next_plan_at == at:
                 self._plan_ahead(worker, now, out)
         self._place_waiting(now, out)
         return out
 
     def snapshot(self, now: float) -> CoreSnapshot:
         """Return the figures of the moment."""
-        return take_snapshot(self._lifecycle, self._pools, now)
+        return take_snapshot(self._lifecycle, self._models, now)
 
     @property
     def num_seats(self) -> int:
         """Sequences that all workers together can run at once."""
-        return sum(pool.num_seats for pool in self._pools.values())
+        return sum(model.pool.num_seats for model in self._models.values())
 
     def level_of(self, model: str) -> Level:
         """Return the degradation level of a model."""
-        pool = self._pools.get(model)
-        return pool.door.level if pool is not None else Level.NORMAL
+        served = self._models.get(model)
+        return served.admission.level if served is not None else Level.NORMAL
 
-    def refusal_for_load(self, model: str, ask: Ask, now: float) -> CoreError | None:
+    def refusal_for_load(self, model: str, newcomer: AdmissionRequest, now: float) -> CoreError | None:
         """Return why a request that is not tokenized yet would be refused for load. Changes nothing."""
-        pool = self._pools.get(model)
-        return pool.door.refusal(ask, now) if pool is not None else None
+        served = self._models.get(model)
+        if served is None:
+            return None
+        with served.admission.forecast.question():
+            return served.admission.refusal(newcomer, now)
 
     def caps(self, model: str) -> Caps | None:
         """Return the limits in force for requests that may be trimmed. Changes nothing."""
-        pool = self._pools.get(model)
-        return pool.door.caps() if pool is not None else None
+        served = self._models.get(model)
+        return served.admission.caps() if served is not None else None
 
     # For observers -------------------------------------------------------------------------------
 
@@ -230,8 +235,8 @@ class SchedulerCore:
     def explain_to(self, explain: Explain | None) -> None:
         """Call `explain` from now on for each waiting sequence that a plan passes over."""
         self._explain = explain
-        for planner in self._planners.values():
-            planner.explain = explain
+        for model in self._models.values():
+            model.planner.explain = explain
 
     def find(self, request_id: str) -> Request | None:
         """Return a live request, to be looked at and not changed."""
@@ -242,7 +247,7 @@ class SchedulerCore:
         request = self.find(request_id)
         if request is None:
             return None
-        queue = self._pools[request.spec.model].queue
+        queue = self._models[request.spec.model].pool.queue
         for position, sequence in enumerate(queue.order(now)):
             if sequence.request is request:
                 return position, len(queue)
@@ -250,43 +255,37 @@ class SchedulerCore:
 
     # Inside --------------------------------------------------------------------------------------
 
-    def _pool(self, model: str) -> ModelPool:
-        pool = self._pools.get(model)
-        if pool is None:
-            pool = self._pools[model] = ModelPool(self.config, self._weights, model)
-            planner = ContinuousPlanner if self.config.static is None else StaticPlanner
-            self._planners[model] = planner(self.config, pool, self._explain)
-        return pool
+    def _model(self, name: str) -> ModelScheduler:
+        model = self._models.get(name)
+        if model is None:
+            model = self._models[name] = ModelScheduler(self.config, self._weights, name, self._explain)
+        return model
 
-    def _refusal(self, spec: NewRequest, pool: ModelPool, ask: Ask, now: float) -> CoreError | None:
+    def _refusal(
+        self, spec: NewRequest, model: ModelScheduler, newcomer: AdmissionRequest, now: float
+    ) -> CoreError | None:
         """Return why a request cannot be taken, if so."""
         if spec.request_id in self._lifecycle.requests:
             return CoreError(Reason.DUPLICATE_REQUEST_ID, f"request {spec.request_id!r} is running already")
         if self._draining:
             return CoreError(Reason.DRAINING, "the scheduler is draining", retry_after_s=1.0)
-        longest = pool.max_model_len
+        longest = model.pool.max_model_len
         total = len(spec.prompt_token_ids) + (spec.sampling.max_tokens or 0)
         if longest is not None and total > longest:
             return CoreError(
                 Reason.PROMPT_TOO_LONG,
                 f"prompt and max_tokens need {total} tokens, the largest worker holds {longest}",
             )
-        return pool.door.refusal(ask, now)
-
-    def _make_way(self, pool: ModelPool, ask: Ask, now: float, out: list[Effect]) -> None:
-        """Let a newcomer into a full queue at the expense of a lower class, if that is why it may come in."""
-        displaced = pool.door.displaced(ask)
-        if displaced is not None:
-            error = pool.door.displacement(now)
-            self._lifecycle.end_request(displaced.request, FinishReason.ERROR, error, now, out)
+        return model.admission.refusal(newcomer, now)
 
     def _place_waiting(self, now: float, out: list[Effect]) -> None:
         """Look for an idle worker for what has begun to wait; busy ones look at the queue by themselves."""
-        for pool in self._pools.values():
-            while pool.queue.unplaced:
-                sequence = pool.queue.unplaced.pop()
-                if sequence.status is Status.WAITING:
-                    self._place(sequence, pool, now, out)
+        for model in self._models.values():
+            unplaced = model.pool.queue.unplaced
+            while unplaced:
+                sequence = unplaced.pop()
+                if sequence.status is SequenceStatus.WAITING:
+                    self._place(sequence, model.pool, now, out)
 
     def _place(self, sequence: Sequence, pool: ModelPool, now: float, out: list[Effect]) -> None:
         """Wake an idle worker for a sequence unless it is better left to a busy one.
@@ -295,40 +294,47 @@ class SchedulerCore:
         """
         # Batches of the control arm are not joined, so nothing is left to a busy worker there.
         static = self.config.static is not None
-        while sequence.status is Status.WAITING and (idle := pool.idle_for(sequence, now)) is not None:
-            other = None if static else pool.better_elsewhere(idle, sequence, now)
-            if other is not None and other.in_flight:
-                pool.leave(sequence, other)
+        while sequence.status is SequenceStatus.WAITING:
+            worker = pool.idle_for(sequence, now)
+            if worker is None:
                 return
+            better = None if static else pool.better_elsewhere(worker, sequence, now)
+            if better is not None:
+                sequence.note_better(better.worth_until)
+                worker = better.worker
+                if worker.pipeline.in_flight:
+                    pool.defer(sequence, worker)
+                    return
             num_idle = len(pool.idle)
-            self._plan_ahead(other or idle, now, out)
+            self._plan_ahead(worker, now, out)
             if len(pool.idle) == num_idle:
                 return
 
     def _plan_ahead(self, worker: WorkerState, now: float, out: list[Effect]) -> None:
         """Send the plans that are due now, and note when the next one is."""
-        pool = self._pools[worker.info.model]
-        planner = self._planners[worker.info.model]
-        worker.next_plan_at = None
-        while len(worker.in_flight) < self._window(worker):
+        model = self._models[worker.info.model]
+        pool, pipeline = model.pool, worker.pipeline
+        pipeline.next_plan_at = None
+        while pipeline.has_room(self.config.window):
             # A lead before what is in flight has run.
-            due = max(worker.ends_at() - worker.lead_s, worker.rests_until)
+            due = max(worker.ends_at() - pipeline.lead_s, worker.backoff.rests_until)
             if due > now:
                 self._wake(worker, due)
                 break
-            draft = bisection.draft_trial(worker) or planner.plan(worker, now, out)
-            started = len(draft.admitted) if draft is not None else 0
-            pool.door.forecast.drain.planned(started, pool.queue.num_servable, now)
-            if worker.left_to_it:
-                pool.take_back(worker, now, all_of_it=draft is None)
-            if draft is None:
-                wake = planner.wake_at(worker, now)
+            builder = bisection.plan_trial(worker) or model.planner.plan(worker, now)
+            started = len(builder.admitted) if builder is not None else 0
+            model.admission.forecast.drain.planned(started, pool.queue.num_servable, now)
+            if worker.deferred:
+                pool.end_deferrals(worker, now, all_of_them=builder is None)
+            if builder is None:
+                wake = model.planner.wake_at(worker, now)
                 if wake is not None:
                     self._wake(worker, wake)
                 break
-            if not worker.in_flight:
+            if not pipeline.in_flight:
                 self._watch_from(worker, now)
-            flight = draft.finish(now)
+            flight = builder.finish(now)
+            out += builder.events
             out.append(SendPlan(worker.worker_id, flight.plan))
             if flight.admitted:
                 pool.update_load(worker)
@@ -337,17 +343,12 @@ class SchedulerCore:
         pool.note_idle(worker)
 
     def _wake(self, worker: WorkerState, at: float) -> None:
-        worker.next_plan_at = at
+        worker.pipeline.next_plan_at = at
         heapq.heappush(self._wakeups, (at, worker.worker_id))
-
-    def _window(self, worker: WorkerState) -> int:
-        """Return how many plans may be outstanding; one by one while a culprit is searched for."""
-        careful = worker.bisection is not None or worker.resume_after is not None
-        return 1 if careful else self.config.window
 
     def _watch(self, worker: WorkerState, now: float) -> None:
         """A worker that owes a report has until the watchdog to send it."""
-        if worker.in_flight:
+        if worker.pipeline.in_flight:
             self._watch_from(worker, now)
         else:
             self._watchdogs.disarm(worker.worker_id)
@@ -358,8 +359,10 @@ class SchedulerCore:
     def _expire(self, now: float, out: list[Effect]) -> None:
         for request_id in self._lifecycle.deadlines.expire(now):
             self._lifecycle.expire(request_id, now, out)
-        for pool in self._pools.values():
-            pool.door.observe(now, out)
+        for model in self._models.values():
+            event = model.admission.observe(now)
+            if event is not None:
+                out.append(event)
 
     def _matters(self, blamed: list[Blamed]) -> bool:
         """Return whether any of those that are blamed for a death still lives."""
@@ -379,7 +382,7 @@ class SchedulerCore:
 
         Returns those that are suspected of its death.
         """
-        pool = self._pools[worker.info.model]
+        pool = self._models[worker.info.model].pool
         del self._workers[worker.worker_id]
         pool.remove(worker, now)
         self._watchdogs.disarm(worker.worker_id)
@@ -388,15 +391,16 @@ class SchedulerCore:
         out.append(LogEvent("worker_lost", fields))
         blamed: list[Blamed] = []
         for sequence in sequences:
-            on_device = sequence.handle in worker.decoding or sequence.handle in worker.prefilling
+            handle = sequence.binding.handle
+            on_device = handle in worker.decoding or handle in worker.prefilling
             worker.forget(sequence)
-            if sequence.status is Status.FINISHED:
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
-            guilty = blame and on_device and bool(worker.in_flight)
+            guilty = blame and on_device and bool(worker.pipeline.in_flight)
             if guilty:
                 request = sequence.request
                 blamed.append(Blamed(request.request_id, request.arrival, sequence.choice))
-            self._lifecycle.recover(sequence, pool, blame=guilty, now=now, out=out)
+            self._lifecycle.recover(sequence, blame=guilty, now=now, out=out)
         if len(pool.queue):
             # What the worker was to be woken for waits for another one now.
             pool.queue.unplaced.extend(itertools.islice(pool.queue.order(now), len(pool.idle)))

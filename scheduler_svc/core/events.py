@@ -41,6 +41,49 @@ class NewRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionRequest:
+    """What is known of a newcomer: by estimate before its prompt is tokenized, exactly after."""
+
+    priority: Priority = Priority.STANDARD
+    tenant: str = ""
+    prompt_tokens: int = 0
+    todo_tokens: int = 0
+    """Of these, what has to be computed; 0 before that is known."""
+    output_tokens: int = 1
+    """Tokens that it generates at least."""
+    max_tokens: int = 0
+    """Tokens that it generates at most; 0 before that is known."""
+    may_shed: bool = False
+    paced: bool = False
+    queue_deadline: float | None = None
+    ttft_deadline: float | None = None
+    deadline: float | None = None
+    pending_requests: int = 0
+    pending_tokens: int = 0
+    """What is on its way to the queue ahead of it."""
+
+    @classmethod
+    def of(cls, spec: NewRequest, cached_tokens: int) -> AdmissionRequest:
+        """Return what a tokenized request asks for."""
+        prompt, sampling = len(spec.prompt_token_ids), spec.sampling
+        resumed = max(map(len, spec.resumed.values()), default=0)
+        certain = sampling.max_tokens if sampling.ignore_eos and not sampling.stop else sampling.min_tokens
+        return cls(
+            priority=spec.priority,
+            tenant=spec.tenant,
+            prompt_tokens=prompt,
+            todo_tokens=max(1, prompt + resumed - cached_tokens),
+            output_tokens=max(1, (certain or 1) - resumed),
+            max_tokens=sampling.max_tokens or 0,
+            may_shed=spec.may_shed,
+            paced=spec.paced,
+            queue_deadline=spec.queue_deadline,
+            ttft_deadline=spec.ttft_deadline,
+            deadline=spec.deadline,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
     """A worker that has just welcomed the scheduler: no sequences, perhaps a warm cache."""
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
+from typing import NamedTuple
 
-from scheduler_svc.core.admission import Door
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.placement import PrefixIndex
-from scheduler_svc.core.policies import Charges, make_charges
+from scheduler_svc.core.policies import make_charges
+from scheduler_svc.core.policies.base import Charges
 from scheduler_svc.core.request import Sequence
-from scheduler_svc.core.steptime import ENOUGH_STEPS, ScaledStepTimes, StepTimes
+from scheduler_svc.core.steptime import ENOUGH_STEPS, ScaledStepTimes, StepTimePredictor
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker import WorkerState
 
@@ -54,6 +55,14 @@ class LoadIndex:
         return list(found)
 
 
+class BetterWorker(NamedTuple):
+    """A worker on which a sequence is expected to have its first token sooner."""
+
+    worker: WorkerState
+    worth_until: float
+    """Until then it is worth waiting for: as long as the estimate promises to save."""
+
+
 class ModelPool:
     """The workers of one model, its waiting queue and its prefix index."""
 
@@ -74,7 +83,6 @@ class ModelPool:
         """Workers without a plan, those that drain left out."""
         self._veteran: WorkerState | None = None
         """One whose step times are known; new workers are taken to be as fast."""
-        self.door = Door(config, self)
 
     def add(self, worker: WorkerState) -> None:
         """Take a worker in."""
@@ -90,7 +98,7 @@ class ModelPool:
         del self.workers[worker.worker_id]
         self._note_size()
         self.idle.pop(worker.worker_id, None)
-        self.take_back(worker, now, all_of_it=True)
+        self.end_deferrals(worker, now, all_of_them=True)
         self.prefixes.forget(worker.worker_id)
         self.loads.remove(worker.worker_id)
 
@@ -111,11 +119,11 @@ class ModelPool:
         self._note_size()
         self.idle.pop(worker.worker_id, None)
         self.loads.remove(worker.worker_id)
-        self.take_back(worker, now, all_of_it=True)
+        self.end_deferrals(worker, now, all_of_them=True)
 
     def note_idle(self, worker: WorkerState) -> None:
         """Note whether a worker has a plan to work on."""
-        if worker.in_flight or worker.draining:
+        if worker.pipeline.in_flight or worker.draining:
             self.idle.pop(worker.worker_id, None)
         else:
             self.idle[worker.worker_id] = worker
@@ -126,29 +134,32 @@ class ModelPool:
             self.loads.remove(worker.worker_id)
             return
         model = self.times_of(worker)
-        worker.load = model.per_prefill_token_s * worker.backlog_tokens
+        load = model.per_prefill_token_s * worker.backlog_tokens
         if worker.decoding:
-            worker.load += model.predict(len(worker.decoding), 0, worker.context_tokens)
-        self.loads.update(worker.worker_id, worker.load)
+            load += model.predict(len(worker.decoding), 0, worker.context_tokens)
+        worker.pace.load = load
+        self.loads.update(worker.worker_id, load)
 
     def observe(
         self, worker: WorkerState, decodes: int, prefill_tokens: int, context_tokens: int, seconds: float
     ) -> None:
         """Learn from a step of a worker; from its first ones, how it compares with a known one."""
-        if worker.step_times.num_observations >= ENOUGH_STEPS:
+        pace = worker.pace
+        if pace.step_times.num_observations >= ENOUGH_STEPS:
             self._veteran = self._veteran or worker
         elif self._veteran is not None:
-            worker.expected_s += self._veteran.step_times.predict(decodes, prefill_tokens, context_tokens)
-            worker.observed_s += seconds
-        worker.step_times.observe(decodes, prefill_tokens, context_tokens, seconds)
+            known = self._veteran.pace.step_times
+            pace.expected_s += known.predict(decodes, prefill_tokens, context_tokens)
+            pace.observed_s += seconds
+        pace.step_times.observe(decodes, prefill_tokens, context_tokens, seconds)
 
-    def times_of(self, worker: WorkerState) -> StepTimes:
+    def times_of(self, worker: WorkerState) -> StepTimePredictor:
         """Return the step times to expect of a worker: those of a known one, scaled, while it is new."""
-        if worker.step_times.num_observations >= ENOUGH_STEPS or self._veteran is None:
-            return worker.step_times
-        if not worker.expected_s:
-            return self._veteran.step_times
-        return ScaledStepTimes(self._veteran.step_times, worker.observed_s / worker.expected_s)
+        pace = worker.pace
+        if pace.step_times.num_observations >= ENOUGH_STEPS or self._veteran is None:
+            return pace.step_times
+        known = self._veteran.pace.step_times
+        return ScaledStepTimes(known, pace.observed_s / pace.expected_s) if pace.expected_s else known
 
     def cached_tokens(self, worker: WorkerState, sequence: Sequence) -> int:
         """Return how many tokens of a sequence a worker is believed to hold; one is always computed."""
@@ -182,19 +193,19 @@ class ModelPool:
         found: tuple[float, int, WorkerState] | None = None
         for worker in self._candidates(sequence, now):
             if self._has_room(worker, sequence, now):
-                score = (self.first_token_s(worker, sequence, now), -worker.pool.free)
+                score = (self.first_token_s(worker, sequence, now), -worker.blocks.pool.free)
                 if found is None or score < found[:2]:
                     found = (*score, worker)
         return found[2] if found else None
 
-    def better_elsewhere(self, worker: WorkerState, sequence: Sequence, now: float) -> WorkerState | None:
+    def better_elsewhere(self, worker: WorkerState, sequence: Sequence, now: float) -> BetterWorker | None:
         """Return a worker that should have a sequence rather than the one that has room for it now.
 
         Longest cached prefix, free capacity and speed, all as what they are worth: seconds to the first
         token. That worker need not have room yet, but the sequence is left for it no longer than what
         the first estimate promises to save. So an estimate that is wrong costs at most twice the time.
         """
-        if len(self.workers) == 1 or not sequence.may_be_left(now):
+        if len(self.workers) == 1 or not sequence.may_be_deferred(now):
             return None
         own_s = self.first_token_s(worker, sequence, now)
         best, best_s = None, own_s * (1.0 - _MIN_GAIN)
@@ -205,25 +216,23 @@ class ModelPool:
                 seconds = self.first_token_s(other, sequence, now)
                 if seconds < best_s:
                     best, best_s = other, seconds
-        if best is not None and sequence.left_until is None:
-            sequence.left_until = now + own_s - best_s
-        return best
+        return BetterWorker(best, now + own_s - best_s) if best is not None else None
 
-    def leave(self, sequence: Sequence, worker: WorkerState) -> None:
+    def defer(self, sequence: Sequence, worker: WorkerState) -> None:
         """Leave a waiting sequence to a worker, which is to look at it when it plans next."""
-        if not worker.in_flight:
+        if not worker.pipeline.in_flight:
             self.queue.unplaced.append(sequence)
-        elif sequence.left_for is not worker:
-            sequence.no_longer_left()
-            worker.left_to_it[sequence] = sequence.num_tokens - self.cached_tokens(worker, sequence)
-            sequence.left_for = worker
+        elif sequence.waiting.deferred_to is not worker.deferred:
+            sequence.end_deferral()
+            worker.deferred[sequence] = sequence.num_tokens - self.cached_tokens(worker, sequence)
+            sequence.waiting.deferred_to = worker.deferred
 
-    def take_back(self, worker: WorkerState, now: float, *, all_of_it: bool = False) -> None:
+    def end_deferrals(self, worker: WorkerState, now: float, *, all_of_them: bool = False) -> None:
         """What was left to a worker for long enough, and still waits, is not left to anybody again."""
-        for sequence in list(worker.left_to_it):
-            if all_of_it or not sequence.may_be_left(now):
-                sequence.no_longer_left()
-                sequence.left_until = now
+        for sequence in list(worker.deferred):
+            if all_of_them or not sequence.may_be_deferred(now):
+                sequence.end_deferral()
+                sequence.waiting.deferred_until = now
                 self.queue.unplaced.append(sequence)
 
     def looks_until(self, now: float) -> float:
@@ -238,7 +247,7 @@ class ModelPool:
         later: WorkerState | None = None
         for worker in self.idle.values():
             if self.can_hold(worker, sequence):
-                if worker.may_be_planned(now):
+                if worker.backoff.is_over(now):
                     return worker
                 later = later or worker
         return later
@@ -251,7 +260,7 @@ class ModelPool:
             names[idle.worker_id] = None
         if sequence.keys:
             _, holders = self.prefixes.deepest(sequence.keys)
-            chosen = heapq.nsmallest(_MAX_HOLDERS, holders, key=lambda w: (self.workers[w].load, w))
+            chosen = heapq.nsmallest(_MAX_HOLDERS, holders, key=lambda w: (self.workers[w].pace.load, w))
             names.update(dict.fromkeys(chosen))
         return [self.workers[worker_id] for worker_id in names]
 
@@ -263,11 +272,11 @@ class ModelPool:
         """Return whether a worker could take a sequence once it has prefilled what it has."""
         return (
             not worker.draining
-            and worker.bisection is None
+            and worker.pipeline.bisection is None
             and worker.num_seqs < worker.max_num_seqs
-            and now >= worker.admits_after
+            and now >= worker.backoff.admits_after
             and self.can_hold(worker, sequence)
-            and worker.blocks_to_admit(sequence) <= worker.available_blocks()
+            and worker.blocks.needed_to_admit(sequence) <= worker.available_blocks()
             and worker.may_join(sequence)
         )
 
@@ -280,7 +289,7 @@ class ModelPool:
         model = self.times_of(worker)
         decodes = len(worker.decoding)
         todo = sequence.num_tokens - self.cached_tokens(worker, sequence) + worker.backlog_tokens
-        for other, tokens in worker.left_to_it.items():
+        for other, tokens in worker.deferred.items():
             if other is sequence:
                 break
             todo += tokens

@@ -10,18 +10,16 @@ length of what has finished stand in for it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from octavo.protocol.steps import Priority
 
-from scheduler_svc.core.steptime import ENOUGH_STEPS
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.fleet import ModelPool
-    from scheduler_svc.core.request import Sequence
-    from scheduler_svc.core.steptime import StepTimes
-    from scheduler_svc.core.worker import WorkerState
+from scheduler_svc.core.fleet import ModelPool
+from scheduler_svc.core.request import Prediction, Sequence
+from scheduler_svc.core.steptime import ENOUGH_STEPS, StepTimePredictor
+from scheduler_svc.core.worker import WorkerState
 
 WINDOW_S = 10.0
 _PRIOR_S = 0.5
@@ -97,19 +95,6 @@ class Capacity:
     """Time of a step with the decodes of the moment; 0 when nothing runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """In seconds from now."""
-
-    wait_s: float
-    """Until a worker takes it."""
-    ttft_s: float
-    """Until its first token."""
-    wait_error_s: float
-    ttft_error_s: float
-    """Mean absolute errors of such predictions, lately."""
-
-
 class Forecast:
     """Predicts for the newcomers of one model, and learns from what became of them."""
 
@@ -121,6 +106,8 @@ class Forecast:
         self._wait_error_s = Mean()
         self._ttft_error_s = Mean()
         self._capacity: Capacity | None = None
+        self._asked_capacity: Capacity | None = None
+        """What questions have measured, which events must not see: a replay is not asked anything."""
 
     # What is predicted ---------------------------------------------------------------------------
 
@@ -174,25 +161,34 @@ class Forecast:
             self._capacity = self._measure(now)
         return self._capacity
 
+    @contextmanager
+    def question(self) -> Iterator[None]:
+        """Keep what is measured inside from all that is predicted outside."""
+        self._capacity, self._asked_capacity = self._asked_capacity, self._capacity
+        try:
+            yield
+        finally:
+            self._capacity, self._asked_capacity = self._asked_capacity, self._capacity
+
     # What is learnt ------------------------------------------------------------------------------
 
     def waited(self, sequence: Sequence, now: float) -> None:
         """A worker has taken a sequence."""
         predicted = sequence.request.prediction
-        again = sequence.recoveries or sequence.preemptions
+        again = sequence.history.recoveries or sequence.history.preemptions
         if predicted is not None and sequence.choice == 0 and not again:
             self._wait_error_s.add(abs(now - sequence.request.arrival - predicted.wait_s))
 
     def first_token(self, sequence: Sequence, now: float) -> None:
         """The first token of a request has come."""
-        self._prompt_tokens.add(sequence.prompt_len - sequence.cached_tokens)
+        self._prompt_tokens.add(sequence.prompt_len - sequence.history.cached_tokens)
         predicted = sequence.request.prediction
         if predicted is not None:
             self._ttft_error_s.add(abs(now - sequence.request.arrival - predicted.ttft_s))
 
     def ended(self, sequence: Sequence) -> None:
         """A sequence has ended; one that never ran says nothing."""
-        if sequence.first_token_at is not None:
+        if sequence.history.first_token_at is not None:
             self._output_tokens.add(sequence.num_output_tokens)
 
     # Inside --------------------------------------------------------------------------------------
@@ -249,17 +245,17 @@ class Forecast:
 
     def _free(self, worker: WorkerState) -> int:
         """Return how many more sequences a worker has places and blocks for."""
-        blocks = worker.blocks_for(math.ceil(self._tokens_of_one()))
+        blocks = worker.blocks.needed_for(math.ceil(self._tokens_of_one()))
         return max(0, min(worker.max_num_seqs - worker.num_seqs, worker.available_blocks() // blocks))
 
-    def _start_rate(self, worker: WorkerState, times: StepTimes) -> float:
+    def _start_rate(self, worker: WorkerState, times: StepTimePredictor) -> float:
         """Return the sequences per second that a worker starts when all its places are always taken.
 
         Each stays for as many steps as it generates tokens, and each step computes the prompts of
         those that come in with it.
         """
         tokens = self._tokens_of_one()
-        held = worker.info.geometry.num_blocks // worker.blocks_for(math.ceil(tokens))
+        held = worker.info.geometry.num_blocks // worker.blocks.needed_for(math.ceil(tokens))
         seats = max(1, min(worker.max_num_seqs, held))
         output, prompt = self._output_tokens.at_least_one(), self._prompt_tokens.at_least_one()
         prefill = min(seats * prompt / output, max(1, worker.token_budget - seats))

@@ -13,8 +13,8 @@ from scheduler_svc.core.effects import ChoiceTimings, Effect, FinishChoice, LogE
 from scheduler_svc.core.errors import CoreError, Reason
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.fleet import ModelPool
-from scheduler_svc.core.forecast import Prediction
-from scheduler_svc.core.request import Request, Sequence, Status
+from scheduler_svc.core.model import ModelScheduler
+from scheduler_svc.core.request import Prediction, Request, Sequence, SequenceStatus
 from scheduler_svc.core.timers import RESOLUTION_S, TimerWheel
 
 _RELAPSES = 4
@@ -36,9 +36,9 @@ class Lifecycle:
     `arrivals` equals the sum of `outcomes` and the live requests at all times.
     """
 
-    def __init__(self, config: CoreConfig, pools: dict[str, ModelPool]) -> None:
+    def __init__(self, config: CoreConfig, models: dict[str, ModelScheduler]) -> None:
         self._config = config
-        self._pools = pools
+        self._models = models
         self.requests: dict[str, Request] = {}
         self.deadlines: TimerWheel[str] = TimerWheel()
         self.arrivals = 0
@@ -50,61 +50,62 @@ class Lifecycle:
         if request is None or request.arrival != blamed.arrival:
             return None
         sequence = request.sequences[blamed.choice]
-        return sequence if sequence.status is not Status.FINISHED else None
+        return sequence if sequence.status is not SequenceStatus.FINISHED else None
 
     # Beginning -----------------------------------------------------------------------------------
 
     def refused(self, error: CoreError) -> None:
-        """Account for a request that was refused at the door."""
+        """Account for a request that was not taken in."""
         self.arrivals += 1
         self.outcomes[error.reason] += 1
 
-    def open(self, spec: NewRequest, pool: ModelPool, prediction: Prediction | None, now: float) -> Request:
+    def open(self, spec: NewRequest, prediction: Prediction | None, now: float) -> None:
         """Take a request into the queue."""
+        model = self._models[spec.model]
+        pool = model.pool
         block_size = pool.block_size if self._config.prefix_caching else None
         request = Request.from_spec(spec, now, block_size)
         if spec.queue_deadline is not None:
             # No wait at all means: in the next plan or never.
             request.queue_deadline = max(spec.queue_deadline, pool.looks_until(now) + RESOLUTION_S)
         request.prediction = prediction
-        pool.door.came_in(request, now)
+        model.admission.came_in(request, now)
         self.arrivals += 1
         self.requests[spec.request_id] = request
         for sequence in request.sequences:
             pool.charges.join(request.tenant)
-            if sequence.status is Status.WAITING:
+            if sequence.status is SequenceStatus.WAITING:
                 pool.queue.push(sequence)
         self._arm(request)
-        return request
 
-    def started(self, pool: ModelPool, sequence: Sequence, now: float) -> None:
+    def started(self, sequence: Sequence, now: float) -> None:
         """A worker has taken a sequence: its wait is over."""
-        pool.door.forecast.waited(sequence, now)
+        self._models[sequence.request.spec.model].admission.forecast.waited(sequence, now)
         if len(sequence.request.sequences) == 1:
             self._arm(sequence.request)
 
     def first_token(self, sequence: Sequence, now: float) -> None:
         """The first token of a sequence, or of its resumption, has come."""
         request = sequence.request
-        if sequence.first_token_at is None:
-            sequence.first_token_at = now
+        if sequence.history.first_token_at is None:
+            sequence.history.first_token_at = now
         if not request.got_token:
             request.got_token = True
             self._arm(request)
-            door = self._pools[request.spec.model].door
-            door.forecast.first_token(sequence, now)
-            door.first_token(request, now)
+            admission = self._models[request.spec.model].admission
+            admission.forecast.first_token(sequence, now)
+            admission.first_token(request, now)
         self.release_siblings(request)
 
     def release_siblings(self, request: Request) -> None:
         """The leader's prompt blocks are published, or never will be: its siblings may be admitted."""
         if len(request.sequences) == 1:
             return
-        pool = self._pools[request.spec.model]
+        pool = self._models[request.spec.model].pool
         size = pool.block_size
         for sibling in request.sequences:
-            if sibling.status is Status.HELD and size is not None:
-                sibling.transition(Status.WAITING)
+            if sibling.status is SequenceStatus.HELD and size is not None:
+                sibling.transition(SequenceStatus.WAITING)
                 prompt_keys = request.sequences[0].keys[: request.prompt_len // size]
                 sibling.keys = list(request.spec.resumed_keys.get(sibling.choice, prompt_keys))
                 sibling.extend_keys(size)
@@ -113,51 +114,54 @@ class Lifecycle:
 
     # Going back ----------------------------------------------------------------------------------
 
-    def requeue(self, sequence: Sequence, pool: ModelPool) -> None:
+    def requeue(self, sequence: Sequence) -> None:
         """A sequence has left its worker without an end: to the front of its class."""
-        sequence.transition(Status.WAITING)
+        pool = self._models[sequence.request.spec.model].pool
+        sequence.transition(SequenceStatus.WAITING)
         self._refund(sequence, pool)
         # What a sibling shares is still there when it was sent back before it began.
-        fresh = sequence.started_at is None
-        shared = sequence.num_tokens - sequence.num_queued_tokens if fresh else 0
+        fresh = sequence.history.started_at is None
+        shared = sequence.num_tokens - sequence.waiting.num_tokens if fresh else 0
         pool.queue.push_front(sequence, shared_tokens=shared)
 
-    def settled(self, sequence: Sequence, pool: ModelPool) -> None:
+    def settled(self, sequence: Sequence) -> None:
         """A worker has let go of a sequence: if it was preempted it may be admitted elsewhere now."""
-        if sequence.status is Status.RELEASING:
-            self.requeue(sequence, pool)
+        if sequence.status is SequenceStatus.RELEASING:
+            self.requeue(sequence)
 
     def unstart(self, sequence: Sequence) -> None:
         """A worker did not take a sequence after all: its wait goes on as if nothing had been planned."""
         request = sequence.request
-        if sequence.num_output_tokens == 0 and sequence.preemptions == 0 and sequence.recoveries == 0:
-            sequence.started_at = None
-            if all(other.started_at is None for other in request.sequences):
+        if (
+            sequence.num_output_tokens == 0
+            and sequence.history.preemptions == 0
+            and sequence.history.recoveries == 0
+        ):
+            sequence.history.started_at = None
+            if all(other.history.started_at is None for other in request.sequences):
                 request.started = False
                 self._arm(request)
 
-    def recover(
-        self, sequence: Sequence, pool: ModelPool, *, blame: bool, now: float, out: list[Effect]
-    ) -> None:
+    def recover(self, sequence: Sequence, *, blame: bool, now: float, out: list[Effect]) -> None:
         """The worker of a sequence is gone: it goes on elsewhere, unless it has killed too many."""
         if blame:
             if not sequence.suspect:
-                sequence.deaths = 0
-            sequence.deaths += 1
-            sequence.total_deaths += 1
+                sequence.deaths.recent = 0
+            sequence.deaths.recent += 1
+            sequence.deaths.total += 1
             # Two steps may have been under way, so it must get past both.
-            sequence.proven_at_len = sequence.num_tokens + 2
+            sequence.deaths.proven_at_len = sequence.num_tokens + 2
         most = self._config.max_worker_deaths
-        if sequence.deaths >= most or sequence.total_deaths >= _RELAPSES * most:
+        if sequence.deaths.recent >= most or sequence.deaths.total >= _RELAPSES * most:
             error = CoreError(
                 Reason.POISON,
-                f"quarantined: {sequence.total_deaths} workers died while they computed it",
-                metadata={"deaths": str(sequence.total_deaths)},
+                f"quarantined: {sequence.deaths.total} workers died while they computed it",
+                metadata={"deaths": str(sequence.deaths.total)},
             )
             self.end_choice(sequence, FinishReason.ERROR, now, out, error=error)
             return
-        sequence.recoveries += 1
-        self.requeue(sequence, pool)
+        sequence.history.recoveries += 1
+        self.requeue(sequence)
 
     # Ending --------------------------------------------------------------------------------------
 
@@ -174,7 +178,7 @@ class Lifecycle:
         """End one choice wherever it is, and tell the client."""
         request = sequence.request
         self._withdraw(sequence, out)
-        self._pools[request.spec.model].door.forecast.ended(sequence)
+        self._models[request.spec.model].admission.forecast.ended(sequence)
         request.live -= 1
         out.append(
             FinishChoice(
@@ -182,7 +186,7 @@ class Lifecycle:
                 choice=sequence.choice,
                 reason=reason,
                 stop_token_id=stop_token_id,
-                cached_tokens=sequence.cached_tokens,
+                cached_tokens=sequence.history.cached_tokens,
                 completion_tokens=sequence.num_output_tokens,
                 timings=_timings(sequence, now),
                 error=error,
@@ -213,7 +217,7 @@ class Lifecycle:
             return
         # Siblings that were held must not be let go by the end of their leader.
         for sequence in reversed(request.sequences):
-            if sequence.status is not Status.FINISHED:
+            if sequence.status is not SequenceStatus.FINISHED:
                 self.end_choice(sequence, reason, now, out, error=error)
 
     def expire(self, request_id: str, now: float, out: list[Effect]) -> None:
@@ -237,23 +241,23 @@ class Lifecycle:
 
     def _withdraw(self, sequence: Sequence, out: list[Effect]) -> None:
         """Take a sequence from wherever it is; a worker that knows it is told."""
-        pool = self._pools[sequence.request.spec.model]
-        worker = sequence.worker
+        pool = self._models[sequence.request.spec.model].pool
+        worker_id = sequence.binding.worker_id
         was = sequence.status
-        sequence.transition(Status.FINISHED)
-        if was is Status.WAITING:
+        sequence.transition(SequenceStatus.FINISHED)
+        if was is SequenceStatus.WAITING:
             pool.queue.remove(sequence)
-        elif was is Status.RUNNING and worker is not None:
-            worker.cancel(sequence)
-            out.append(SendCancel(worker.worker_id, (sequence.handle,)))
+        elif was is SequenceStatus.RUNNING and worker_id is not None:
+            pool.workers[worker_id].cancel(sequence)
+            out.append(SendCancel(worker_id, (sequence.binding.handle,)))
         self._refund(sequence, pool)
         pool.charges.leave(sequence.request.tenant)
 
     def _refund(self, sequence: Sequence, pool: ModelPool) -> None:
         """Take back the charge for prefill that was not computed."""
-        if sequence.num_charged_tokens:
-            pool.charges.charge(sequence.request.tenant, -sequence.num_charged_tokens)
-            sequence.num_charged_tokens = 0
+        if sequence.binding.num_charged_tokens:
+            pool.charges.charge(sequence.request.tenant, -sequence.binding.num_charged_tokens)
+            sequence.binding.num_charged_tokens = 0
 
     def _close(
         self, request: Request, error: CoreError | None, outcome: str, now: float, out: list[Effect]
@@ -261,9 +265,10 @@ class Lifecycle:
         del self.requests[request.request_id]
         self.deadlines.disarm(request.request_id)
         self.outcomes[error.reason if error is not None else outcome] += 1
-        self._pools[request.spec.model].door.closed(
-            request, error.reason if error is not None else None, now, out
-        )
+        admission = self._models[request.spec.model].admission
+        event = admission.closed(request, error.reason if error is not None else None, now)
+        if event is not None:
+            out.append(event)
 
     def _arm(self, request: Request) -> None:
         """Set the one timer of a request to the next deadline that it can miss."""
@@ -303,13 +308,13 @@ def _missed_deadline(request: Request, now: float) -> CoreError | None:
 
 def _timings(sequence: Sequence, now: float) -> ChoiceTimings:
     arrival = sequence.request.arrival
-    first = sequence.first_token_at
+    first = sequence.history.first_token_at
     tokens = sequence.num_output_tokens - len(sequence.request.spec.resumed.get(sequence.choice, ()))
     return ChoiceTimings(
-        queue_s=(sequence.started_at if sequence.started_at is not None else now) - arrival,
+        queue_s=(sequence.history.started_at if sequence.history.started_at is not None else now) - arrival,
         ttft_s=first - arrival if first is not None else None,
         tpot_s=(now - first) / (tokens - 1) if first is not None and tokens > 1 else 0.0,
         total_s=now - arrival,
-        preemptions=sequence.preemptions,
-        recoveries=sequence.recoveries,
+        preemptions=sequence.history.preemptions,
+        recoveries=sequence.history.recoveries,
     )

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from itertools import islice
 
 from octavo.protocol.steps import (
-    DIGEST_MASK,
     FinishReason,
     RefuseReason,
     Report,
@@ -20,11 +19,12 @@ from scheduler_svc.core.effects import Effect, EmitTokens, LogEvent, SendCancel,
 from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.pipeline import InFlight
 from scheduler_svc.core.policies import POLICIES
-from scheduler_svc.core.request import Sequence, Status
-from scheduler_svc.core.worker import InFlight, WorkerState
+from scheduler_svc.core.request import Sequence, SequenceStatus
+from scheduler_svc.core.worker import WorkerState
 
-_FINISHED = Status.FINISHED
+_FINISHED = SequenceStatus.FINISHED
 _new = tuple.__new__
 _SLOW_DOWN = 0.95
 _SPEED_UP = 1.01
@@ -49,7 +49,7 @@ class ReportReader:
         """
         flight = worker.settle(report.step)
         if report.status is not StepStatus.OK:
-            self._undo(worker, pool, flight, report.status)
+            self._undo(worker, flight, report.status)
         if report.admitted or report.prefilled:
             self._admitted(worker, pool, report, now, out)
         if report.refused:
@@ -58,14 +58,14 @@ class ReportReader:
             self._tokens(worker, pool, report, now, out)
         if report.finished:
             self._finished(worker, report, now, out)
-        self._released(worker, pool, flight, report)
+        self._released(worker, flight, report)
         if report.stalled:
             self._stalled(worker, report, now)
         self._outcome(worker, pool, flight, report, now, out)
         self._keys(worker, pool, report)
-        worker.pool = report.pool
-        worker.last_report_at = now
-        worker.num_steps += 1
+        worker.blocks.pool = report.pool
+        worker.pipeline.last_report_at = now
+        worker.pace.num_steps += 1
         self._audit(worker, report)
 
     def _admitted(
@@ -77,32 +77,32 @@ class ReportReader:
         out: list[Effect],
     ) -> None:
         if report.admitted:
-            worker.num_refusals = 0
+            worker.backoff.num_refusals = 0
         for entry in report.admitted:
             sequence = worker.sequences.get(entry.handle)
             if sequence is None:
                 continue
-            worker.count_admitted(entry.handle, sequence.num_tokens)
+            worker.live.admitted(entry.handle, sequence.num_tokens)
             cached = entry.cached_tokens + entry.host_cached_tokens
-            sequence.num_computed_tokens = cached
-            sequence.num_believed_tokens = 0
-            worker.hold_keys(sequence, entry.cached_tokens // worker.block_size)
-            if sequence.status is Status.FINISHED:
+            sequence.binding.num_computed_tokens = cached
+            sequence.binding.num_believed_tokens = 0
+            worker.blocks.hold_keys(sequence, entry.cached_tokens // worker.block_size)
+            if sequence.status is SequenceStatus.FINISHED:
                 if entry.handle not in report.released:
                     # The cancel came before the plan that admitted it, and was forgotten.
                     worker.cancel(sequence)
                     out.append(SendCancel(worker.worker_id, (entry.handle,)))
                 continue
-            if sequence.first_token_at is None:
-                sequence.cached_tokens = min(cached, sequence.prompt_len)
-            self._lifecycle.started(pool, sequence, now)
+            if sequence.history.first_token_at is None:
+                sequence.history.cached_tokens = min(cached, sequence.prompt_len)
+            self._lifecycle.started(sequence, now)
         for handle, tokens in report.prefilled:
             sequence = worker.sequences.get(handle)
             if sequence is not None:
-                sequence.num_computed_tokens += tokens
+                sequence.binding.num_computed_tokens += tokens
                 if self._charging:
-                    paid = min(tokens, sequence.num_charged_tokens)
-                    sequence.num_charged_tokens -= paid
+                    paid = min(tokens, sequence.binding.num_charged_tokens)
+                    sequence.binding.num_charged_tokens -= paid
                     pool.charges.charge(sequence.request.tenant, tokens - paid)
 
     def _refused(
@@ -111,7 +111,7 @@ class ReportReader:
         """What was refused goes back to where it stood; what a runner cannot do at all has failed."""
         # What no step can do says nothing of the room for others.
         if not report.admitted and any(e.reason is not RefuseReason.UNSUPPORTED for e in report.refused):
-            worker.refused(now)
+            worker.backoff.refused(now)
         for entry in report.refused:
             sequence = worker.sequences.get(entry.handle)
             if sequence is None:
@@ -119,15 +119,15 @@ class ReportReader:
             worker.forget(sequence)
             if entry.reason is RefuseReason.DRAINING:
                 pool.stop_using(worker, now)
-            if sequence.status is not Status.RUNNING:
-                self._lifecycle.settled(sequence, pool)
+            if sequence.status is not SequenceStatus.RUNNING:
+                self._lifecycle.settled(sequence)
             elif entry.reason is RefuseReason.UNSUPPORTED:
                 error = CoreError(Reason.UNSUPPORTED, entry.detail or "not supported by the model runner")
                 self._lifecycle.end_choice(sequence, FinishReason.ERROR, now, out, error=error)
             else:
-                sequence.trust_hits = False
+                sequence.waiting.trust_hits = False
                 self._lifecycle.unstart(sequence)
-                self._lifecycle.requeue(sequence, pool)
+                self._lifecycle.requeue(sequence)
 
     def _tokens(
         self, worker: WorkerState, pool: ModelPool, report: Report, now: float, out: list[Effect]
@@ -163,7 +163,7 @@ class ReportReader:
                     deltas.append(_new(TokenDelta, (sequence.request_id, sequence.choice, ids, found)))
         finally:
             # Also when a later token is not as it should be: what is known here, the client has to get.
-            worker.digest = (worker.digest + digest) & DIGEST_MASK
+            worker.live.add(digest)
             worker.context_tokens += decoded
             if deltas:
                 out.append(EmitTokens(deltas))
@@ -176,9 +176,9 @@ class ReportReader:
             pool.charges.charge(request.tenant, len(delta.token_ids))
 
     def _first_token(self, worker: WorkerState, sequence: Sequence, step: int, now: float) -> None:
-        if sequence.status is Status.RUNNING:
+        if sequence.status is SequenceStatus.RUNNING:
             worker.start_decoding(sequence, step)
-        if sequence.status is not Status.FINISHED:
+        if sequence.status is not SequenceStatus.FINISHED:
             self._lifecycle.first_token(sequence, now)
 
     def _fill_block(self, worker: WorkerState, sequence: Sequence) -> None:
@@ -187,9 +187,9 @@ class ReportReader:
             return
         known = len(sequence.keys)
         sequence.extend_keys(worker.block_size)
-        if sequence.status is Status.RUNNING:
+        if sequence.status is SequenceStatus.RUNNING:
             for index in range(known, len(sequence.keys)):
-                worker.pending_seals.append((sequence.handle, index, sequence.keys[index]))
+                worker.pipeline.pending_seals.append((sequence.binding.handle, index, sequence.keys[index]))
 
     def _finished(self, worker: WorkerState, report: Report, now: float, out: list[Effect]) -> None:
         messages = {handle: error for error in report.errors for handle in error.handles}
@@ -200,11 +200,11 @@ class ReportReader:
             if self._holds_finished:
                 # The row is computed until its batch is done; the client has its end now.
                 worker.stop(sequence)
-                sequence.worker = None
+                sequence.binding.worker_id = None
             else:
-                worker.count_gone(entry.handle, sequence.num_tokens)
+                worker.live.gone(entry.handle, sequence.num_tokens)
                 worker.forget(sequence)
-            if sequence.status is Status.FINISHED:
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
             error = None
             if entry.reason is FinishReason.ERROR:
@@ -215,18 +215,18 @@ class ReportReader:
                 sequence, entry.reason, now, out, stop_token_id=entry.stop_token_id, error=error
             )
 
-    def _released(self, worker: WorkerState, pool: ModelPool, flight: InFlight, report: Report) -> None:
+    def _released(self, worker: WorkerState, flight: InFlight, report: Report) -> None:
         for handle in report.released:
             sequence = worker.sequences.get(handle)
             if sequence is None:
                 continue
-            if sequence.status is Status.RUNNING:
+            if sequence.status is SequenceStatus.RUNNING:
                 raise ProtocolViolationError(f"handle {handle} was released without being asked")
-            worker.count_gone(handle, sequence.num_tokens)
+            worker.live.gone(handle, sequence.num_tokens)
             worker.forget(sequence)
-            self._lifecycle.settled(sequence, pool)
+            self._lifecycle.settled(sequence)
         owed = [handle for handle in flight.plan.release if handle in worker.sequences]
-        owed.extend(handle for handle, step in worker.owed.items() if report.step >= step)
+        owed.extend(handle for handle, step in worker.cancelled.items() if report.step >= step)
         if owed:
             raise ProtocolViolationError(f"handles {owed} were not released as asked")
 
@@ -237,25 +237,25 @@ class ReportReader:
                 worker.decode_stalled(sequence)
         computed = report.token_handles or report.prefilled
         if not computed and any(reason is StallReason.PROMOTING for _, reason in report.stalled):
-            worker.rest(now)
+            worker.backoff.rest(now)
 
-    def _undo(self, worker: WorkerState, pool: ModelPool, flight: InFlight, status: StepStatus) -> None:
+    def _undo(self, worker: WorkerState, flight: InFlight, status: StepStatus) -> None:
         """A step that failed or was skipped has decoded nothing; a skipped one has admitted nothing."""
         skipped = set(flight.plan.skip)
         for handle, sequence in worker.decoding.items():
             if handle not in skipped:
-                worker.delay_growth(sequence)
+                worker.blocks.delay_growth(sequence)
         if status is StepStatus.SKIPPED:
-            worker.pending_seals[:0] = flight.plan.seal
+            worker.pipeline.pending_seals[:0] = flight.plan.seal
             for sequence in flight.admitted:
-                if worker.sequences.get(sequence.handle) is not sequence:
+                if worker.sequences.get(sequence.binding.handle) is not sequence:
                     continue
                 worker.forget(sequence)
-                if sequence.status is Status.RUNNING:
+                if sequence.status is SequenceStatus.RUNNING:
                     self._lifecycle.unstart(sequence)
-                    self._lifecycle.requeue(sequence, pool)
+                    self._lifecycle.requeue(sequence)
                 else:
-                    self._lifecycle.settled(sequence, pool)
+                    self._lifecycle.settled(sequence)
 
     def _outcome(
         self,
@@ -277,8 +277,8 @@ class ReportReader:
                 pool.observe(
                     worker, timing.num_decodes, timing.num_prefill_tokens, timing.context_tokens, seconds
                 )
-                worker.adapt_lead(timing.bubble_us)
-                worker.last_step_s = seconds
+                worker.pipeline.adapt_lead(timing.bubble_us)
+                worker.pace.last_step_s = seconds
                 self._adapt_prefill_cap(worker, seconds, timing.num_prefill_tokens)
         elif report.status is StepStatus.FAILED:
             out.append(_step_error(worker, report))
@@ -293,7 +293,7 @@ class ReportReader:
         if target is None or not prefill_tokens:
             return
         factor = _SLOW_DOWN if seconds > target else _SPEED_UP
-        worker.prefill_cap_factor = min(1.0, max(0.1, worker.prefill_cap_factor * factor))
+        worker.pace.prefill_cap_factor = min(1.0, max(0.1, worker.pace.prefill_cap_factor * factor))
 
     def _keys(self, worker: WorkerState, pool: ModelPool, report: Report) -> None:
         events = report.key_events
@@ -313,10 +313,10 @@ class ReportReader:
             raise ProtocolViolationError(
                 f"blocks: free {pool.free} + evictable {pool.evictable} + active {pool.active} != {total}"
             )
-        if (worker.live_count, worker.digest) != (report.live_count, report.digest):
+        if (worker.live.count, worker.live.digest) != (report.live_count, report.digest):
             raise ProtocolViolationError(
                 f"books differ after step {report.step}: worker has {report.live_count} sequences, digest "
-                f"{report.digest}; scheduler {worker.live_count}, digest {worker.digest}"
+                f"{report.digest}; scheduler {worker.live.count}, digest {worker.live.digest}"
             )
 
 
@@ -335,13 +335,13 @@ def _hold_prompts(worker: WorkerState, report: Report) -> None:
         if len(sequence.request.sequences) == 1:
             continue
         stored = frozenset(report.key_events.stored)
-        start = end = sequence.num_hit_blocks
+        start = end = sequence.binding.num_hit_blocks
         while end < len(sequence.keys) and sequence.keys[end] in stored:
             end += 1
         # Where another computed the same block in the same step, it is open whose was published.
         first = sequence.keys[start : start + 1]
         if sum(first == other.keys[start : start + 1] for other in computed) == 1:
-            worker.hold_keys(sequence, end)
+            worker.blocks.hold_keys(sequence, end)
 
 
 def _step_error(worker: WorkerState, report: Report) -> LogEvent:

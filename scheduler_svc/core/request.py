@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from octavo.protocol.keys import chain
 from octavo.protocol.steps import Priority
@@ -12,12 +11,8 @@ from octavo.protocol.steps import Priority
 from scheduler_svc.core.errors import IllegalTransitionError
 from scheduler_svc.core.events import NewRequest
 
-if TYPE_CHECKING:
-    from scheduler_svc.core.forecast import Prediction
-    from scheduler_svc.core.worker import WorkerState
 
-
-class Status(enum.Enum):
+class SequenceStatus(enum.Enum):
     """Where a sequence is in its life."""
 
     HELD = "held"
@@ -30,23 +25,82 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-TRANSITIONS: dict[Status, frozenset[Status]] = {
-    Status.HELD: frozenset({Status.WAITING, Status.FINISHED}),
-    Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
-    Status.RUNNING: frozenset({Status.RELEASING, Status.WAITING, Status.FINISHED}),
-    Status.RELEASING: frozenset({Status.WAITING, Status.FINISHED}),
-    Status.FINISHED: frozenset(),
+TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.HELD: frozenset({SequenceStatus.WAITING, SequenceStatus.FINISHED}),
+    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.RUNNING: frozenset(
+        {SequenceStatus.RELEASING, SequenceStatus.WAITING, SequenceStatus.FINISHED}
+    ),
+    SequenceStatus.RELEASING: frozenset({SequenceStatus.WAITING, SequenceStatus.FINISHED}),
+    SequenceStatus.FINISHED: frozenset(),
 }
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """One choice of a request.
+class Waiting:
+    """What the queue and the planners note of a sequence while it waits."""
 
-    `token_ids` is prompt and output; empty while it is held. While it runs, `num_computed_tokens`
-    counts what the worker has confirmed (cached or computed) and `num_planned_tokens` what plans in
-    flight will add.
-    """
+    num_tokens: int = 0
+    """Tokens that it will have to prefill at most, as the queue counts it."""
+    blocked_since: float | None = None
+    """When it first stood at the head and did not fit."""
+    deferred_until: float | None = None
+    """Until then it may be deferred to a better worker; None while it never was."""
+    deferred_to: dict[Sequence, int] | None = None
+    """The list of a worker's deferred sequences that it is on: that worker looks at it when it plans next."""
+    trust_hits: bool = True
+    """False after a refusal: its cached blocks no longer count as room."""
+
+
+@dataclass(slots=True, eq=False)
+class Binding:
+    """A sequence on a worker. `num_computed_tokens` is what the worker has confirmed (cached or computed)."""
+
+    worker_id: str | None = None
+    """None before the first binding, and once the worker has let go."""
+    handle: int = 0
+    admitted_step: int = 0
+    num_admitted_tokens: int = 0
+    """Length when it was admitted: what its prefill has to cover."""
+    num_computed_tokens: int = 0
+    num_planned_tokens: int = 0
+    """Prefill tokens that plans in flight will add."""
+    num_believed_tokens: int = 0
+    """Tokens that the worker is believed to hold, until it has said so."""
+    num_charged_tokens: int = 0
+    """Prefill tokens that its tenant was charged ahead of their computation."""
+    num_hit_blocks: int = 0
+    """Its leading blocks whose keys are known to be in use."""
+    growth_bucket: int | None = None
+    """Steps congruent to this (modulo the block size) take a block; None while it prefills."""
+
+
+@dataclass(slots=True, eq=False)
+class SequenceHistory:
+    """What a sequence has been through."""
+
+    started_at: float | None = None
+    first_token_at: float | None = None
+    cached_tokens: int = 0
+    """Prompt tokens found in a cache when it was first admitted."""
+    preemptions: int = 0
+    recoveries: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Deaths:
+    """Workers that died under a sequence."""
+
+    recent: int = 0
+    """Since it last proved itself."""
+    total: int = 0
+    proven_at_len: int = 0
+    """Length at which it has proved itself since the last one."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request. `token_ids` is prompt and output; empty while it is held."""
 
     request: Request
     request_id: str
@@ -54,43 +108,11 @@ class Sequence:
     token_ids: list[int]
     keys: list[bytes]
     """Content keys of the full blocks of `token_ids`."""
-    status: Status = Status.WAITING
-    num_queued_tokens: int = 0
-    """Tokens that it will have to compute at most, as the queue counts it while it waits."""
-    worker: WorkerState | None = None
-    handle: int = 0
-    admitted_step: int = 0
-    num_admitted_tokens: int = 0
-    """Length when it was admitted: what its prefill has to cover."""
-    num_computed_tokens: int = 0
-    num_planned_tokens: int = 0
-    num_believed_tokens: int = 0
-    """Tokens that its worker is believed to hold, until it has said so."""
-    num_charged_tokens: int = 0
-    """Prefill tokens that its tenant was charged ahead of their computation."""
-    num_hit_blocks: int = 0
-    """Its leading blocks whose keys are known to be in use."""
-    growth_bucket: int | None = None
-    """Steps congruent to this (modulo the block size) take a block; None while it prefills."""
-    cached_tokens: int = 0
-    """Prompt tokens found in a cache when it was first admitted."""
-    started_at: float | None = None
-    first_token_at: float | None = None
-    blocked_since: float | None = None
-    """When it first stood at the head and did not fit."""
-    left_until: float | None = None
-    """Until then it may be left for a better worker; None while it never was."""
-    left_for: WorkerState | None = None
-    """The worker it is left for: one that is to look at it when it plans next."""
-    trust_hits: bool = True
-    """False after a refusal: its cached blocks no longer count as room."""
-    preemptions: int = 0
-    recoveries: int = 0
-    deaths: int = 0
-    """Workers that died under it since it last proved itself."""
-    total_deaths: int = 0
-    proven_at_len: int = 0
-    """After a worker died under it: the length at which it has proved itself."""
+    status: SequenceStatus = SequenceStatus.WAITING
+    waiting: Waiting = field(default_factory=Waiting)
+    binding: Binding = field(default_factory=Binding)
+    history: SequenceHistory = field(default_factory=SequenceHistory)
+    deaths: Deaths = field(default_factory=Deaths)
 
     @property
     def num_tokens(self) -> int:
@@ -110,27 +132,39 @@ class Sequence:
     @property
     def left_to_plan(self) -> int:
         """Prefill tokens that no plan covers yet."""
-        return self.num_admitted_tokens - self.num_computed_tokens - self.num_planned_tokens
+        binding = self.binding
+        return binding.num_admitted_tokens - binding.num_computed_tokens - binding.num_planned_tokens
 
     @property
     def suspect(self) -> bool:
         """A worker died under it, and it has not passed that point since."""
-        return self.deaths > 0 and len(self.token_ids) < self.proven_at_len
+        return self.deaths.recent > 0 and len(self.token_ids) < self.deaths.proven_at_len
 
     @property
     def untried(self) -> bool:
         """No step has computed it to a token yet."""
-        return self.first_token_at is None
+        return self.history.first_token_at is None
 
-    def may_be_left(self, now: float) -> bool:
-        """Return whether it may still be left for a better worker."""
-        return self.left_until is None or now < self.left_until
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens of a waiting sequence that are still to be computed or generated, at most."""
+        return self.waiting.num_tokens + self.request.max_total_tokens - len(self.token_ids)
 
-    def no_longer_left(self) -> None:
-        """It is not left for a worker any more."""
-        if self.left_for is not None:
-            del self.left_for.left_to_it[self]
-            self.left_for = None
+    def may_be_deferred(self, now: float) -> bool:
+        """Return whether it may still be deferred to a better worker."""
+        until = self.waiting.deferred_until
+        return until is None or now < until
+
+    def note_better(self, until: float) -> None:
+        """A better worker was found for it: the first estimate says how long it may wait for one."""
+        if self.waiting.deferred_until is None:
+            self.waiting.deferred_until = until
+
+    def end_deferral(self) -> None:
+        """It is not deferred to a worker any more."""
+        if self.waiting.deferred_to is not None:
+            del self.waiting.deferred_to[self]
+            self.waiting.deferred_to = None
 
     def extend_keys(self, block_size: int) -> None:
         """Add the keys of blocks that tokens have filled since."""
@@ -139,7 +173,7 @@ class Sequence:
             parent = self.keys[-1] if self.keys else self.request.spec.root_key
             self.keys += chain(parent, self.token_ids[start:], block_size)
 
-    def transition(self, to: Status) -> None:
+    def transition(self, to: SequenceStatus) -> None:
         """Move to another status.
 
         Raises:
@@ -149,11 +183,24 @@ class Sequence:
             raise IllegalTransitionError(
                 f"{self.request_id}/{self.choice}: {self.status.value} -> {to.value}"
             )
-        if self.status is Status.HELD:
+        if self.status is SequenceStatus.HELD:
             request = self.request
             self.token_ids = request.sequences[0].token_ids[: request.prompt_len]
             self.token_ids += request.spec.resumed.get(self.choice, ())
         self.status = to
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a newcomer had to expect, in seconds from then."""
+
+    wait_s: float
+    """Until a worker takes it."""
+    ttft_s: float
+    """Until its first token."""
+    wait_error_s: float
+    ttft_error_s: float
+    """Mean absolute errors of such predictions, lately."""
 
 
 @dataclass(slots=True, eq=False)
@@ -225,7 +272,7 @@ class Request:
         for choice in range(choices):
             if choice > 0 and shares:
                 # Many long copies of the prompt would lie there for nothing.
-                held = Sequence(request, spec.request_id, choice, [], [], Status.HELD)
+                held = Sequence(request, spec.request_id, choice, [], [], SequenceStatus.HELD)
                 request.sequences.append(held)
                 continue
             tokens = [*spec.prompt_token_ids, *spec.resumed.get(choice, ())]

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from octavo.protocol.steps import Geometry, PoolReport, Priority
 
-from scheduler_svc.core.admission import Ask, Door
-from scheduler_svc.core.fleet import ModelPool
-from scheduler_svc.core.forecast import Prediction
+from scheduler_svc.core.admission import AdmissionControl
+from scheduler_svc.core.events import AdmissionRequest
 from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.model import ModelScheduler
 from scheduler_svc.core.overload import Caps, Level, Pressure
+from scheduler_svc.core.request import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +67,26 @@ class CoreSnapshot:
     """One per model; empty when the ladder is off."""
 
 
-def take_snapshot(lifecycle: Lifecycle, pools: dict[str, ModelPool], now: float) -> CoreSnapshot:
+def take_snapshot(lifecycle: Lifecycle, models: dict[str, ModelScheduler], now: float) -> CoreSnapshot:
     """Collect the figures of the moment."""
     queues = []
     workers = []
-    for model, pool in pools.items():
-        for priority, lane in pool.queue.lanes.items():
-            oldest = lane.oldest_arrival()
+    for name, model in models.items():
+        for priority, queue in model.pool.queue.classes.items():
+            oldest = queue.oldest_arrival()
             waited = now - oldest if oldest is not None else 0.0
-            queues.append(QueueSnapshot(model, priority, len(lane), lane.num_tokens, waited))
-        for worker in pool.workers.values():
+            queues.append(QueueSnapshot(name, priority, len(queue), queue.num_tokens, waited))
+        for worker in model.pool.workers.values():
             workers.append(
                 WorkerSnapshot(
                     worker_id=worker.worker_id,
-                    model=model,
+                    model=name,
                     draining=worker.draining,
                     running=worker.num_seqs,
-                    pool=worker.pool,
+                    pool=worker.blocks.pool,
                     geometry=worker.info.geometry,
-                    step_s=worker.last_step_s,
-                    steps=worker.num_steps,
+                    step_s=worker.pace.last_step_s,
+                    steps=worker.pace.num_steps,
                     max_num_seqs=worker.max_num_seqs,
                     max_num_batched_tokens=worker.token_budget,
                 )
@@ -96,17 +97,23 @@ def take_snapshot(lifecycle: Lifecycle, pools: dict[str, ModelPool], now: float)
         lifecycle.arrivals,
         len(lifecycle.requests),
         dict(lifecycle.outcomes),
-        tuple(_overload(model, pool.door, now) for model, pool in pools.items() if pool.door.controller),
+        tuple(
+            _overload(name, model.admission, now)
+            for name, model in models.items()
+            if model.admission.controller
+        ),
     )
 
 
-def _overload(model: str, door: Door, now: float) -> OverloadSnapshot:
-    assert door.controller is not None
+def _overload(model: str, admission: AdmissionControl, now: float) -> OverloadSnapshot:
+    assert admission.controller is not None
+    with admission.forecast.question():
+        expected = admission.predict(AdmissionRequest(), now)
     return OverloadSnapshot(
         model=model,
-        level=door.level,
-        half_open=door.level is Level.OPEN and door.controller.breaker.half_open,
-        pressure=door.pressure,
-        expected=door.predict(Ask(), now),
-        caps=door.caps(),
+        level=admission.level,
+        half_open=admission.level is Level.OPEN and admission.controller.breaker.half_open,
+        pressure=admission.pressure,
+        expected=expected,
+        caps=admission.caps(),
     )

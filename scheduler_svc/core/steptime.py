@@ -11,7 +11,7 @@ ENOUGH_STEPS = 8
 _MAX_GAIN = 1e4
 
 
-class StepTimes(Protocol):
+class StepTimePredictor(Protocol):
     """What is expected of the steps of a worker."""
 
     @property
@@ -30,7 +30,7 @@ class StepTimes(Protocol):
 class ScaledStepTimes:
     """The step times of another worker, so many times as long."""
 
-    of: StepTimes
+    of: StepTimePredictor
     factor: float
 
     @property
@@ -59,18 +59,12 @@ class StepTimeModel:
         # Before anything is known: a step costs something, and so does a prefill token.
         self._weights = [0.005, 0.0, 1e-5, 0.0]
         self._cov = [[1e2 if i == j else 0.0 for j in range(4)] for i in range(4)]
-        self._last_error_s = 0.0
         self.num_observations = 0
 
     @property
     def per_prefill_token_s(self) -> float:
         """Seconds that one more prefill token costs; never negative."""
         return max(self._weights[2], 0.0)
-
-    @property
-    def error_s(self) -> float:
-        """Smoothed absolute prediction error."""
-        return self._last_error_s
 
     def predict(self, decodes: int, prefill_tokens: int, context_tokens: int) -> float:
         """Return the expected seconds of a step; at least a tenth of a millisecond."""
@@ -82,7 +76,6 @@ class StepTimeModel:
         b, c, d = decodes, prefill_tokens, context_tokens * 1e-3
         w, cov = self._weights, self._cov
         error = seconds - (w[0] + w[1] * b + w[2] * c + w[3] * d)
-        self._last_error_s += 0.1 * (abs(error) - self._last_error_s)
         # Unrolled: this runs once per step of each worker.
         projected = [row[0] + row[1] * b + row[2] * c + row[3] * d for row in cov]
         gain = FORGETTING + projected[0] + projected[1] * b + projected[2] * c + projected[3] * d

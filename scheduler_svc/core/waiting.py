@@ -7,23 +7,21 @@ import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from octavo.protocol.steps import Priority
 
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.policies import POLICIES, Charges, Policy
+from scheduler_svc.core.events import AdmissionRequest
+from scheduler_svc.core.policies import POLICIES
+from scheduler_svc.core.policies.base import Charges, Policy
 from scheduler_svc.core.request import Sequence
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.admission import Ask
 
 
 def _arrival(sequence: Sequence) -> float:
     return sequence.request.arrival
 
 
-class Lane:
+class ClassQueue:
     """The waiting of one class.
 
     Sequences whose request ran before (preempted, their worker died, siblings of one that runs) stand
@@ -60,12 +58,12 @@ class Lane:
         """Add at the end."""
         self._fresh[sequence] = None
         self._policy.push(sequence)
-        self.num_tokens += sequence.num_queued_tokens
+        self.num_tokens += sequence.waiting.num_tokens
 
     def push_front(self, sequence: Sequence) -> None:
         """Put in front, ordered among its like by arrival."""
         bisect.insort(self._front, sequence, key=_arrival)
-        self.num_tokens += sequence.num_queued_tokens
+        self.num_tokens += sequence.waiting.num_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """Take one out."""
@@ -74,15 +72,15 @@ class Lane:
             self._policy.remove(sequence)
         else:
             self._front.remove(sequence)
-        self.num_tokens -= sequence.num_queued_tokens
+        self.num_tokens -= sequence.waiting.num_tokens
         if sequence in self.stranded:
             self.stranded.remove(sequence)
-            self.stranded_tokens -= sequence.num_queued_tokens
+            self.stranded_tokens -= sequence.waiting.num_tokens
 
     def strand(self, sequence: Sequence) -> None:
         """No worker of the moment can hold a sequence that waits."""
         self.stranded.add(sequence)
-        self.stranded_tokens += sequence.num_queued_tokens
+        self.stranded_tokens += sequence.waiting.num_tokens
 
     def sort_out(self, is_stranded: Callable[[Sequence], bool]) -> None:
         """Look anew at whom the workers can hold."""
@@ -94,14 +92,14 @@ class Lane:
 
     def bounded_servable(self) -> tuple[int, int]:
         """Return the requests that the queue's bounds count and that some worker can hold; their tokens."""
-        stranded = [s for s in self.stranded if s.started_at is None and not s.request.spec.paced]
-        tokens = sum(sequence.num_queued_tokens for sequence in stranded)
+        stranded = [s for s in self.stranded if s.history.started_at is None and not s.request.spec.paced]
+        tokens = sum(sequence.waiting.num_tokens for sequence in stranded)
         requests = {sequence.request for sequence in stranded}
         return self.bounded_requests - len(requests), self.bounded_tokens - tokens
 
-    def ahead_of(self, tenant: str, deadline: float) -> int:
+    def ahead_of(self, newcomer: AdmissionRequest, now: float) -> int:
         """Return how many would go before a newcomer; of those that are stranded, none."""
-        ahead = len(self._front) + self._policy.ahead_of(tenant, deadline)
+        ahead = len(self._front) + self._policy.ahead_of(newcomer, now)
         return -(-ahead * self.num_servable // len(self)) if self.stranded else ahead
 
     def last_to_displace(self) -> Sequence | None:
@@ -117,24 +115,24 @@ class Lane:
         """Yield the longest waiting first."""
         return heapq.merge(self._front, self._fresh, key=_arrival)
 
-    def order(self) -> Iterator[Sequence]:
+    def order(self, now: float) -> Iterator[Sequence]:
         """Yield those in front, then as the policy says."""
         yield from self._front
-        yield from self._policy.order()
+        yield from self._policy.order(now)
 
 
 class _Cursor:
     """What a pass over the queue has not yielded yet of one class."""
 
-    def __init__(self, lane: Lane, aging_s: float) -> None:
-        self._lane = lane
-        self._order = lane.order()
+    def __init__(self, queue: ClassQueue, aging_s: float, now: float) -> None:
+        self._queue = queue
+        self._order = queue.order(now)
         self._ages: Iterator[Sequence] | None = None
         """Begun when somebody asks: most passes end before a turn can come up."""
         self._oldest: Sequence | None = None
         self._yielded: set[Sequence] = set()
         self._aging_s = aging_s
-        self.left = len(lane)
+        self.left = len(queue)
 
     def take(self) -> Sequence:
         """Return the next of the class."""
@@ -146,7 +144,7 @@ class _Cursor:
     def due_at(self) -> float:
         """Return when the oldest that is left is old enough for a turn."""
         if self._ages is None:
-            self._ages = self._lane.by_age()
+            self._ages = self._queue.by_age()
         while self._oldest is None or self._oldest in self._yielded:
             self._oldest = next(self._ages)
         return self._oldest.request.arrival + self._aging_s
@@ -163,10 +161,10 @@ class WaitingQueue:
     def __init__(self, config: CoreConfig, charges: Charges) -> None:
         self._config = config
         policy = POLICIES[config.policy]
-        self.lanes = {priority: Lane(policy(charges, config.starvation_age_s)) for priority in Priority}
+        self.classes = {
+            priority: ClassQueue(policy(charges, config.starvation_age_s)) for priority in Priority
+        }
         self._starts_since_turn = 0
-        self._turns: set[Sequence] = set()
-        """Whom the last pass has yielded on a turn."""
         self.num_fresh = 0
         """Sequences that have not run yet."""
         self.unplaced: list[Sequence] = []
@@ -175,29 +173,29 @@ class WaitingQueue:
         """Tokens that some worker holds of a sequence, by its adapter; empty: there are no workers."""
 
     def __len__(self) -> int:
-        return sum(map(len, self.lanes.values()))
+        return sum(map(len, self.classes.values()))
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the waiting will have to prefill at most."""
-        return sum(lane.num_tokens for lane in self.lanes.values())
+        return sum(queue.num_tokens for queue in self.classes.values())
 
     @property
     def num_servable(self) -> int:
         """Sequences that some worker can hold; while there are none: all."""
-        return sum(lane.num_servable for lane in self.lanes.values())
+        return sum(queue.num_servable for queue in self.classes.values())
 
     def set_reach(self, reach: dict[str | None, int]) -> None:
         """Note how long a sequence the workers can hold, by its adapter; those that drain left out."""
         if reach != self._reach:
             self._reach = reach
-            for lane in self.lanes.values():
-                lane.sort_out(self._is_stranded)
+            for queue in self.classes.values():
+                queue.sort_out(self._is_stranded)
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence of a new request."""
-        sequence.num_queued_tokens = sequence.num_tokens
-        self.lanes[sequence.request.priority].push(sequence)
+        sequence.waiting.num_tokens = sequence.num_tokens
+        self.classes[sequence.request.priority].push(sequence)
         self._pushed(sequence)
 
     def push_front(self, sequence: Sequence, shared_tokens: int = 0) -> None:
@@ -205,9 +203,9 @@ class WaitingQueue:
 
         Some of its tokens may be in blocks of its leader.
         """
-        sequence.num_queued_tokens = sequence.num_tokens - shared_tokens
-        sequence.left_until = None
-        self.lanes[sequence.request.priority].push_front(sequence)
+        sequence.waiting.num_tokens = sequence.num_tokens - shared_tokens
+        sequence.waiting.deferred_until = None
+        self.classes[sequence.request.priority].push_front(sequence)
         self._pushed(sequence)
 
     def _is_stranded(self, sequence: Sequence) -> bool:
@@ -217,51 +215,49 @@ class WaitingQueue:
     def _pushed(self, sequence: Sequence) -> None:
         self._count(sequence, 1)
         if self._is_stranded(sequence):
-            self.lanes[sequence.request.priority].strand(sequence)
+            self.classes[sequence.request.priority].strand(sequence)
         self.unplaced.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
-        self.lanes[sequence.request.priority].remove(sequence)
+        self.classes[sequence.request.priority].remove(sequence)
         self._count(sequence, -1)
-        sequence.blocked_since = None
-        sequence.no_longer_left()
+        sequence.waiting.blocked_since = None
+        sequence.end_deferral()
 
     def _count(self, sequence: Sequence, one: int) -> None:
-        if sequence.started_at is not None:
+        if sequence.history.started_at is not None:
             return
         self.num_fresh += one
         request = sequence.request
         if not request.spec.paced:
-            lane = self.lanes[request.priority]
+            queue = self.classes[request.priority]
             before, request.num_bounded = request.num_bounded, request.num_bounded + one
-            lane.bounded_requests += (request.num_bounded > 0) - (before > 0)
-            lane.bounded_tokens += one * sequence.num_queued_tokens
+            queue.bounded_requests += (request.num_bounded > 0) - (before > 0)
+            queue.bounded_tokens += one * sequence.waiting.num_tokens
 
     def bounded_requests(self) -> int:
         """Return the waiting that the queue's bound counts."""
-        return sum(lane.bounded_requests for lane in self.lanes.values())
+        return sum(queue.bounded_requests for queue in self.classes.values())
 
     def bounded_tokens(self) -> int:
         """Return their tokens."""
-        return sum(lane.bounded_tokens for lane in self.lanes.values())
+        return sum(queue.bounded_tokens for queue in self.classes.values())
 
-    def ahead_of(self, ask: Ask, now: float) -> tuple[int, int]:
+    def ahead_of(self, newcomer: AdmissionRequest, now: float) -> tuple[int, int]:
         """Return how many would go before a newcomer, and their tokens (by their mean, of its class)."""
-        due = [at for at in (ask.ttft_deadline, ask.deadline) if at is not None]
-        deadline = min([*due, now + self._config.starvation_age_s])
         count = tokens = 0
         aged = False
-        for priority, lane in self.lanes.items():
-            if priority < ask.priority:
-                count += lane.num_servable
-                tokens += lane.servable_tokens
-            elif priority == ask.priority and lane.num_servable:
-                ahead = lane.ahead_of(ask.tenant, deadline)
+        for priority, queue in self.classes.items():
+            if priority < newcomer.priority:
+                count += queue.num_servable
+                tokens += queue.servable_tokens
+            elif priority == newcomer.priority and queue.num_servable:
+                ahead = queue.ahead_of(newcomer, now)
                 count += ahead
-                tokens += lane.servable_tokens * ahead // lane.num_servable
-            elif lane.num_servable:
-                oldest = next((one for one in lane.by_age() if one not in lane.stranded), None)
+                tokens += queue.servable_tokens * ahead // queue.num_servable
+            elif queue.num_servable:
+                oldest = next((one for one in queue.by_age() if one not in queue.stranded), None)
                 aging_s = self._config.aging_s[priority]
                 aged = aged or (oldest is not None and now - oldest.request.arrival >= aging_s)
         stride = self._config.aging_stride
@@ -272,24 +268,28 @@ class WaitingQueue:
 
     def last_below(self, priority: Priority) -> Sequence | None:
         """Return who would be displaced by a newcomer: the last to come of the lowest class below its own."""
-        for lower, lane in reversed(self.lanes.items()):
-            if lower > priority and lane.bounded_requests:
-                found = lane.last_to_displace()
+        for lower, queue in reversed(self.classes.items()):
+            if lower > priority and queue.bounded_requests:
+                found = queue.last_to_displace()
                 if found is not None:
                     return found
         return None
 
-    def start(self, sequence: Sequence) -> None:
+    def start(self, sequence: Sequence, *, on_turn: bool) -> None:
         """Take a sequence out to run, and count the start towards the next turn."""
         self.remove(sequence)
-        self._starts_since_turn = 0 if sequence in self._turns else self._starts_since_turn + 1
+        self._starts_since_turn = 0 if on_turn else self._starts_since_turn + 1
 
-    def order(self, now: float) -> Iterator[Sequence]:
-        """Yield the waiting as if each were started, best first, while nothing is changed."""
-        self._turns.clear()
+    def order(self, now: float, turns: set[Sequence] | None = None) -> Iterator[Sequence]:
+        """Yield the waiting as if each were started, best first, while nothing is changed.
+
+        Whom it yields on a turn is added to `turns`, for `start`.
+        """
         starts = self._starts_since_turn
         aging_s = self._config.aging_s
-        cursors = [_Cursor(lane, aging_s[priority]) for priority, lane in self.lanes.items() if lane]
+        cursors = [
+            _Cursor(queue, aging_s[priority], now) for priority, queue in self.classes.items() if queue
+        ]
         while cursors:
             cursor, starts = cursors[0], starts + 1
             if starts >= self._config.aging_stride and len(cursors) > 1:
@@ -297,8 +297,8 @@ class WaitingQueue:
                 if passed.due_at() <= now:
                     cursor, starts = passed, 0
             sequence = cursor.take()
-            if not starts:
-                self._turns.add(sequence)
+            if not starts and turns is not None:
+                turns.add(sequence)
             if not cursor.left:
                 cursors.remove(cursor)
             yield sequence

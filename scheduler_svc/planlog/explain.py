@@ -10,7 +10,7 @@ from octavo.v1.planlog_pb2 import PlanLogEntry
 
 from scheduler_svc.core import Accepted, Effect, FinishChoice, LogEvent, Reject, SchedulerCore, SendPlan
 from scheduler_svc.core.planning import Explain
-from scheduler_svc.core.request import Request, Sequence, Status
+from scheduler_svc.core.request import Request, Sequence, SequenceStatus
 from scheduler_svc.core.worker import WorkerState
 
 Figures = dict[str, object]
@@ -86,7 +86,7 @@ class RequestStory:
         self.lines: list[Line] = []
         self._arrival = 0.0
         self._request: Request | None = None
-        self._statuses: dict[int, Status] = {}
+        self._statuses: dict[int, SequenceStatus] = {}
         self._has_token: set[int] = set()
         self._own: dict[str, tuple[int, str, Figures]] = {}
         """In this call, by worker: choice, reason and figures with which the request was passed over."""
@@ -129,7 +129,7 @@ class RequestStory:
         if request is None:
             return
         self._moves(now, request)
-        waiting = any(sequence.status is Status.WAITING for sequence in request.sequences)
+        waiting = any(sequence.status is SequenceStatus.WAITING for sequence in request.sequences)
         plans = [effect for effect in effects if isinstance(effect, SendPlan)]
         if waiting and plans:
             self._waits(core, entry.now, now, plans)
@@ -154,19 +154,28 @@ class RequestStory:
     def _moves(self, now: float, request: Request) -> None:
         """Note admissions, first tokens, and returns to the queue."""
         for sequence in request.sequences:
-            choice, status = sequence.choice, sequence.status
+            choice, status, worker_id = sequence.choice, sequence.status, sequence.binding.worker_id
             before = self._statuses.get(choice)
-            if status is Status.RUNNING and before is not Status.RUNNING and sequence.worker is not None:
-                keys = f"{sequence.num_tokens} tokens, handle {sequence.handle}"
-                self._event(now, choice, "admitted", keys, sequence.worker, sequence.admitted_step)
-            elif status is Status.WAITING and before in {Status.RUNNING, Status.RELEASING}:
+            if (
+                status is SequenceStatus.RUNNING
+                and before is not SequenceStatus.RUNNING
+                and worker_id is not None
+            ):
+                keys = f"{sequence.num_tokens} tokens, handle {sequence.binding.handle}"
+                self._event(now, choice, "admitted", keys, worker_id, sequence.binding.admitted_step)
+            elif status is SequenceStatus.WAITING and before in {
+                SequenceStatus.RUNNING,
+                SequenceStatus.RELEASING,
+            }:
                 self._event(now, choice, "waits again", f"{sequence.num_output_tokens} tokens are kept")
-            elif status is Status.HELD and before is None:
+            elif status is SequenceStatus.HELD and before is None:
                 self._event(now, choice, "held", "until the prompt's blocks of choice 0 are published")
-            if sequence.first_token_at is not None and choice not in self._has_token:
+            if sequence.history.first_token_at is not None and choice not in self._has_token:
                 self._has_token.add(choice)
-                cached = f"{sequence.cached_tokens} of {sequence.prompt_len} prompt tokens were cached"
-                self._event(now, choice, "first token", cached, sequence.worker)
+                cached = (
+                    f"{sequence.history.cached_tokens} of {sequence.prompt_len} prompt tokens were cached"
+                )
+                self._event(now, choice, "first token", cached, worker_id)
             self._statuses[choice] = status
 
     def _waits(self, core: SchedulerCore, absolute: float, now: float, plans: list[SendPlan]) -> None:
@@ -206,11 +215,10 @@ class RequestStory:
         choice: int | None,
         what: str,
         why: str,
-        worker: WorkerState | None = None,
+        worker_id: str | None = None,
         step: int | None = None,
     ) -> None:
-        worker_id = worker.worker_id if worker is not None else ""
-        self.lines.append(Line(now, now, 0, worker_id, step, choice, what, why))
+        self.lines.append(Line(now, now, 0, worker_id or "", step, choice, what, why))
 
 
 def _text(reason: str, figures: Figures) -> str:

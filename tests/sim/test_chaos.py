@@ -10,13 +10,12 @@ from octavo_lab.sim.chaos import CHAOS, CHAOS_CONFIG, Chaos, ChaosResult, ChaosS
 from octavo_lab.sim.faults import FaultRates
 
 from scheduler_svc.core import CoreConfig, SchedulerCore, StaticConfig
+from scheduler_svc.core.policies import POLICIES
 from tests.sim.engine_machine import EngineMachine
 
 NO_FAULTS = FaultRates()
 MODES: dict[str, dict[str, Any]] = {
-    "fcfs": {},
-    "edf": {"policy": "edf"},
-    "fair": {"policy": "fair", "tenant_weights": {"a": 2.0}},
+    **{policy: {"policy": policy, "tenant_weights": {"a": 2.0}} for policy in POLICIES},
     "whole prompts": {"chunked_prefill": False},
     "no prefix caching": {"prefix_caching": False},
     "one plan at a time": {"window": 1},
@@ -54,7 +53,7 @@ def test_busy_system_without_faults_fails_no_innocent_and_no_plan_asks_too_much(
         assert result.surprises.get("over_budget", 0) == 0
 
 
-@pytest.mark.parametrize("mode", ["fcfs", "fair", "whole prompts", "contiguous", "static"])
+@pytest.mark.parametrize("mode", [*POLICIES, "whole prompts", "contiguous", "static"])
 @pytest.mark.parametrize("rates", [NO_FAULTS, CHAOS], ids=["sound", "faulty"])
 def test_core_and_the_workers_own_engine_keep_the_same_books(mode: str, rates: FaultRates) -> None:
     result = run(mode, rates, 600, machine=EngineMachine)

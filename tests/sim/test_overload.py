@@ -26,6 +26,7 @@ from octavo_lab.sim.chaos import Chaos
 
 from scheduler_svc.core import Accepted, CoreConfig, Effect, LogEvent, NewRequest, SchedulerCore
 from scheduler_svc.core.overload import OverloadConfig
+from scheduler_svc.core.policies import POLICIES
 
 TIMES = StepTimes.builtin()
 CAPACITY_PER_S = 10.0
@@ -147,7 +148,7 @@ def test_flood_of_every_class_keeps_the_higher_ones_served_and_logs_why_each_lev
     assert len(levels) < 80 / 2
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "edf", "fair"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_faults_of_every_kind_break_no_promise_of_a_core_that_degrades(policy: str) -> None:
     config = CoreConfig(
         step_watchdog_s=2.0, max_waiting_requests=12, policy=policy, overload=OverloadConfig(stall_s=1.0)
@@ -170,7 +171,7 @@ def interactive_p99_s(backlog: int) -> float:
     cell.loop.run(until=64.0)
     waits = [one.ttft_s for one in recorder.results.values() if one.priority is Priority.INTERACTIVE]
     assert all(wait is not None for wait in waits)
-    assert sum(len(lane) for lane in core._pools["sim"].queue.lanes.values()) > backlog / 3
+    assert sum(len(lane) for lane in core._models["sim"].pool.queue.classes.values()) > backlog / 3
     return sorted(wait for wait in waits if wait is not None)[int(0.99 * len(waits))]
 
 

@@ -13,12 +13,13 @@ from octavo_lab.sim.cell import Cell
 from octavo_lab.sim.chaos import Traffic, chaos_workers
 
 from scheduler_svc.core import CoreConfig, SchedulerCore, StaticConfig
+from scheduler_svc.core.policies import POLICIES
 
 FAULTS = ("crash", "drop_stream", "hang", "slow", "refuse", "lose_report", "drift", "fail_step", "drain")
 
 configs = st.builds(
     CoreConfig,
-    policy=st.sampled_from(["fcfs", "edf", "fair"]),
+    policy=st.sampled_from(list(POLICIES)),
     static=st.sampled_from([None, None, None, StaticConfig(batch_size=3, bucket_bounds=(64,))]),
     window=st.integers(1, 3),
     max_waiting_requests=st.sampled_from([5, 40]),

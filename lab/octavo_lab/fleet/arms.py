@@ -24,7 +24,7 @@ from octavo_lab.sim import (
     WorkerHost,
 )
 from scheduler_svc.core import CoreConfig, Effect, FinishChoice, NewRequest, Reject, SchedulerCore
-from scheduler_svc.core.request import Status
+from scheduler_svc.core.request import SequenceStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +93,8 @@ class Engine:
         for request_id in self._outstanding.request_ids:
             request = self.cell.core.find(request_id)
             for sequence in request.sequences if request is not None else ():
-                if sequence.status is Status.RUNNING:
-                    total += sequence.num_admitted_tokens - sequence.num_computed_tokens
+                if sequence.status is SequenceStatus.RUNNING:
+                    total += sequence.binding.num_admitted_tokens - sequence.binding.num_computed_tokens
                 else:
                     total += sequence.num_tokens
                 total += sequence.request.max_total_tokens - sequence.num_tokens

@@ -12,6 +12,7 @@ from octavo.service.settings import SettingsError
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.overload import OverloadConfig
+from scheduler_svc.core.policies import POLICIES
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file(
@@ -115,7 +116,7 @@ def test_overload_control_that_is_not_set_is_that_of_the_core() -> None:
         ({"workers": ""}, "workers must name at least one"),
         ({"workers": "a:1,b"}, "workers must be host:port, got 'b'"),
         ({"workers": "dns:b:99999"}, "workers must be host:port"),
-        ({"policy": "lifo"}, "policy: must be one of fcfs, edf, fair, got 'lifo'"),
+        ({"policy": "lifo"}, f"policy: must be one of {', '.join(POLICIES)}, got 'lifo'"),
         ({"lookahead": -1}, "lookahead"),
         ({"lookahead_age_s": -1}, "lookahead_age_s"),
         ({"aging_standard_s": -1}, "aging_standard_s"),

@@ -11,8 +11,8 @@ from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.admission.load import IncomingRequest, LoadGate, TrimLimits
 from scheduler_svc.config import SchedulerSettings
-from scheduler_svc.core.admission import Ask
 from scheduler_svc.core.errors import CoreError, Reason
+from scheduler_svc.core.events import AdmissionRequest
 from scheduler_svc.core.overload import Caps
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.fleet.models import ModelRegistry, ServedModel
@@ -41,11 +41,11 @@ class Core:
     """A driver that notes what it is asked."""
 
     def __init__(self) -> None:
-        self.asks: list[Ask] = []
+        self.asks: list[AdmissionRequest] = []
         self.error: CoreError | None = None
         self.limits: Caps | None = None
 
-    def refusal_for_load(self, model: str, ask: Ask) -> CoreError | None:
+    def refusal_for_load(self, model: str, ask: AdmissionRequest) -> CoreError | None:
         assert model == "m"
         self.asks.append(ask)
         return self.error
@@ -65,7 +65,7 @@ def incoming(load: LoadGate, message: pb.GenerateRequest, *, paced: bool = False
     return load.receive(message, stream, Tenant("t"))
 
 
-def ask(load: LoadGate, core: Core, message: pb.GenerateRequest) -> Ask:
+def ask(load: LoadGate, core: Core, message: pb.GenerateRequest) -> AdmissionRequest:
     load.refusal(incoming(load, message), 100.0)
     return core.asks[-1]
 

@@ -167,8 +167,7 @@ class Desk:
 
     def where(self, request_id: str, choice: int = 0) -> str | None:
         """Return the worker that a choice is bound to."""
-        state = self.sequence(request_id, choice).worker
-        return state.worker_id if state is not None else None
+        return self.sequence(request_id, choice).binding.worker_id
 
     def admitted(self, worker_id: str = "w0") -> list[str]:
         """Return the requests that plans not answered yet admit."""

@@ -11,7 +11,7 @@ from octavo_lab.sim import SimWorker
 from octavo_lab.sim.tokens import stream_of, token_at
 
 from scheduler_svc.core import Reason
-from scheduler_svc.core.admission import Ask
+from scheduler_svc.core.events import AdmissionRequest
 from scheduler_svc.core.overload import Controller, Level, OverloadConfig
 from tests.unit.scheduler.core.desk import HIGH, LOW, NORMAL, Desk, worker
 
@@ -27,9 +27,9 @@ def desk_at(level: Level, **config: Any) -> Desk:
 
 
 def controller(desk: Desk) -> Controller:
-    door = desk.core._pools["sim"].door
-    assert door.controller is not None
-    return door.controller
+    admission = desk.core._models["sim"].admission
+    assert admission.controller is not None
+    return admission.controller
 
 
 def reason_of(desk: Desk, name: str) -> Reason | None:
@@ -49,13 +49,13 @@ def test_level_refuses_by_class_and_says_so(level: Level, refused: set[str]) -> 
     desk = desk_at(level)
     shed_over = OverloadConfig().shed_prompt_tokens
     asks = {
-        "interactive": Ask(priority=HIGH),
-        "standard": Ask(priority=NORMAL),
-        "batch": Ask(priority=LOW),
-        "long": Ask(priority=NORMAL, prompt_tokens=shed_over + 1),
-        "long and may be shed": Ask(priority=NORMAL, prompt_tokens=shed_over + 1, may_shed=True),
-        "short and may be shed": Ask(priority=HIGH, prompt_tokens=shed_over, may_shed=True),
-        "paced": Ask(priority=LOW, paced=True),
+        "interactive": AdmissionRequest(priority=HIGH),
+        "standard": AdmissionRequest(priority=NORMAL),
+        "batch": AdmissionRequest(priority=LOW),
+        "long": AdmissionRequest(priority=NORMAL, prompt_tokens=shed_over + 1),
+        "long and may be shed": AdmissionRequest(priority=NORMAL, prompt_tokens=shed_over + 1, may_shed=True),
+        "short and may be shed": AdmissionRequest(priority=HIGH, prompt_tokens=shed_over, may_shed=True),
+        "paced": AdmissionRequest(priority=LOW, paced=True),
     }
     errors = {name: desk.core.refusal_for_load("sim", ask, desk.now) for name, ask in asks.items()}
     assert {name for name, error in errors.items() if error is not None} == refused
@@ -109,7 +109,8 @@ def test_full_queue_gives_the_place_of_the_last_of_the_lowest_class_to_a_higher_
 def test_burst_on_its_way_to_idle_workers_is_bounded_by_the_queue_and_their_places() -> None:
     desk = Desk(worker(max_num_seqs=8), max_waiting_requests=3)
     errors = [
-        desk.core.refusal_for_load("sim", Ask(pending_requests=pending), desk.now) for pending in (0, 10, 11)
+        desk.core.refusal_for_load("sim", AdmissionRequest(pending_requests=pending), desk.now)
+        for pending in (0, 10, 11)
     ]
     assert errors[:2] == [None, None]
     assert errors[2] is not None
@@ -142,7 +143,7 @@ def test_request_that_would_miss_its_deadline_is_refused_at_once_and_says_when_t
     desk = trained()
     for _ in range(12):
         desk.submit(30, max_tokens=20)
-    expected = desk.core._pools["sim"].door.predict(Ask(todo_tokens=30), desk.now)
+    expected = desk.core._models["sim"].admission.predict(AdmissionRequest(todo_tokens=30), desk.now)
     assert expected is not None
     steps = len(desk.reports)
     for field, seconds in (("queue_deadline", expected.wait_s), ("ttft_deadline", expected.ttft_s)):
@@ -157,14 +158,32 @@ def test_request_that_would_miss_its_deadline_is_refused_at_once_and_says_when_t
     assert desk.outcomes == {"LENGTH": 20, "DEADLINE_INFEASIBLE": 2}
 
 
+def test_questions_change_nothing_that_newcomers_are_told() -> None:
+    told = []
+    for asks in (False, True):
+        desk = Desk(*(worker(f"w{number}") for number in range(6)), overload=QUIET)
+        for number in range(12):
+            desk.submit(10 + number, max_tokens=12)
+        desk.finish()
+        for _ in range(6):
+            desk.submit(100, max_tokens=40)
+        desk.tick(desk.now + 5.0)
+        if asks:
+            desk.core.refusal_for_load("sim", AdmissionRequest(deadline=desk.now + 1.0), desk.now)
+            desk.core.snapshot(desk.now)
+        desk.answer("w0")
+        told.append(desk.submit_effects(30)[0])
+    assert told[0] == told[1]
+
+
 def test_deadline_for_the_whole_output_counts_only_what_is_certain_to_be_generated() -> None:
     desk = trained()
     desk.submit(30, max_tokens=100)
     desk.answer()
-    step_s = desk.core._pools["sim"].door.forecast.token_s(desk.now)
-    ask = Ask(todo_tokens=30, deadline=desk.now + 50 * step_s)
+    step_s = desk.core._models["sim"].admission.forecast.token_s(desk.now)
+    ask = AdmissionRequest(todo_tokens=30, deadline=desk.now + 50 * step_s)
     assert desk.core.refusal_for_load("sim", ask, desk.now) is None
-    certain = Ask(todo_tokens=30, deadline=desk.now + 50 * step_s, output_tokens=60)
+    certain = AdmissionRequest(todo_tokens=30, deadline=desk.now + 50 * step_s, output_tokens=60)
     error = desk.core.refusal_for_load("sim", certain, desk.now)
     assert error is not None
     assert error.reason is Reason.DEADLINE_INFEASIBLE
@@ -193,8 +212,8 @@ def test_lower_classes_do_not_lengthen_the_predicted_wait_of_higher_ones() -> No
     desk = trained()
     for _ in range(20):
         desk.submit(30, max_tokens=20, priority=LOW)
-    door = desk.core._pools["sim"].door
-    waits = [door.predict(Ask(priority=priority), desk.now) for priority in Priority]
+    admission = desk.core._models["sim"].admission
+    waits = [admission.predict(AdmissionRequest(priority=priority), desk.now) for priority in Priority]
     high, normal, low = (wait.wait_s for wait in waits if wait is not None)
     assert high == normal
     assert low > 5 * high
@@ -204,9 +223,9 @@ def test_fair_queue_predicts_a_short_wait_for_a_tenant_without_backlog() -> None
     desk = trained(policy="fair")
     for _ in range(20):
         desk.submit(30, max_tokens=20, tenant="flood")
-    door = desk.core._pools["sim"].door
-    flood = door.predict(Ask(tenant="flood"), desk.now)
-    other = door.predict(Ask(tenant="other"), desk.now)
+    admission = desk.core._models["sim"].admission
+    flood = admission.predict(AdmissionRequest(tenant="flood"), desk.now)
+    other = admission.predict(AdmissionRequest(tenant="other"), desk.now)
     assert flood is not None
     assert other is not None
     assert flood.wait_s > 5 * other.wait_s
@@ -311,10 +330,10 @@ def test_requests_that_wait_for_a_worker_that_is_away_do_not_lengthen_the_predic
         while desk.plans["w0"]:
             desk.answer()
         desk.tick(desk.now + 60.0)
-    door = desk.core._pools["sim"].door
+    admission = desk.core._models["sim"].admission
     for _ in range(2):
         desk.submit(30, max_tokens=20)
-    expected = door.predict(Ask(), desk.now)
+    expected = admission.predict(AdmissionRequest(), desk.now)
     assert expected is not None
     assert expected.wait_s < 1.0, "an idle minute says nothing of how fast places come free"
 
@@ -334,11 +353,11 @@ def test_run_before_a_preemption_is_no_error_of_the_predicted_wait() -> None:
     names = [desk.submit(20, max_tokens=200, priority=LOW) for _ in range(2)]
     for _ in range(40):
         desk.answer()
-    forecast = desk.core._pools["sim"].door.forecast
+    forecast = desk.core._models["sim"].admission.forecast
     error_s = forecast._wait_error_s.value
     assert error_s is not None
     desk.submit(20, max_tokens=2, priority=HIGH)
-    while sum(desk.sequence(name).preemptions for name in names) == 0:
+    while sum(desk.sequence(name).history.preemptions for name in names) == 0:
         desk.answer()
     for _ in range(12):
         desk.answer()
@@ -354,7 +373,7 @@ def test_many_choices_of_one_long_prompt_count_for_what_they_compute_and_as_one_
     for prompt in range(200, 2200, 200):
         desk.submit(prompt, max_tokens=8)
     desk.finish()
-    queue = desk.core._pools["sim"].queue
+    queue = desk.core._models["sim"].pool.queue
     many = desk.submit(1600, max_tokens=4, n=128)
     assert not any(desk.sequence(many, choice).token_ids for choice in range(1, 128)), "nothing is copied"
     most = 0
@@ -366,7 +385,7 @@ def test_many_choices_of_one_long_prompt_count_for_what_they_compute_and_as_one_
         assert controller(desk).level <= Level.TRIM, "its choices do take places"
         if len(queue):
             most = max(most, len(queue))
-            ask = Ask(priority=HIGH, todo_tokens=100, ttft_deadline=desk.now + 2.0)
+            ask = AdmissionRequest(priority=HIGH, todo_tokens=100, ttft_deadline=desk.now + 2.0)
             assert desk.core.refusal_for_load("sim", ask, desk.now) is None
     assert most >= 95
     assert sum(desk.ends[many, choice].completion_tokens for choice in range(128)) == 128 * 4
@@ -375,7 +394,7 @@ def test_many_choices_of_one_long_prompt_count_for_what_they_compute_and_as_one_
 def test_choices_that_were_refused_count_as_before() -> None:
     desk = Desk(worker(max_num_seqs=4), window=1)
     many = desk.submit(160, max_tokens=4, n=12)
-    queue = desk.core._pools["sim"].queue
+    queue = desk.core._models["sim"].pool.queue
     while not len(queue):
         desk.answer()
     desk.workers["w0"].refuse_next = 10**6

@@ -34,7 +34,7 @@ def test_busy_worker_is_planned_a_lead_before_its_step_ends_and_takes_what_came_
     assert desk.where(late) is None
     desk.tick(at)
     assert desk.where(late) == "w0"
-    flight = desk.state().in_flight[0]
+    flight = desk.state().pipeline.in_flight[0]
     assert flight.sent_at < at < flight.sent_at + desk.state().predict_flight_s(flight)
 
 

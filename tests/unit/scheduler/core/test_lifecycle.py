@@ -10,12 +10,14 @@ from octavo_lab.sim import stream_of, token_at
 
 from scheduler_svc.core import Accepted, Reason
 from scheduler_svc.core.errors import IllegalTransitionError
-from scheduler_svc.core.request import TRANSITIONS, Status
+from scheduler_svc.core.request import TRANSITIONS, SequenceStatus
 from tests.unit.scheduler.core.desk import HIGH, Desk, worker
 
 
-@pytest.mark.parametrize(("start", "to"), list(itertools.product(Status, Status)))
-def test_transition_not_in_the_table_raises_and_changes_nothing(start: Status, to: Status) -> None:
+@pytest.mark.parametrize(("start", "to"), list(itertools.product(SequenceStatus, SequenceStatus)))
+def test_transition_not_in_the_table_raises_and_changes_nothing(
+    start: SequenceStatus, to: SequenceStatus
+) -> None:
     desk = Desk()
     desk.submit()
     sequence = desk.sequence("r1")
@@ -220,9 +222,9 @@ def test_siblings_wait_for_their_leader_and_share_its_prompt() -> None:
     desk = Desk()
     name = desk.submit(100, max_tokens=4, n=3)
     assert [desk.sequence(name, choice).status for choice in range(3)] == [
-        Status.RUNNING,
-        Status.HELD,
-        Status.HELD,
+        SequenceStatus.RUNNING,
+        SequenceStatus.HELD,
+        SequenceStatus.HELD,
     ]
     desk.finish()
     computed = sum(report.timing.num_prefill_tokens for report in desk.reports)
@@ -247,8 +249,10 @@ def test_siblings_go_ahead_of_later_requests_of_their_class() -> None:
     others = [desk.submit(32, max_tokens=4) for _ in range(3)]
     desk.answer()
     desk.answer()
-    started = {other: desk.sequence(other).started_at for other in others if other not in dict(desk.ends)}
-    assert desk.sequence(name, 1).started_at is not None
+    started = {
+        other: desk.sequence(other).history.started_at for other in others if other not in dict(desk.ends)
+    }
+    assert desk.sequence(name, 1).history.started_at is not None
     assert None in started.values()
     desk.finish()
 

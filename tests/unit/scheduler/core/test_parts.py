@@ -181,7 +181,7 @@ def test_slow_newcomer_is_known_for_one_after_its_first_step() -> None:
     desk.submit(20, max_tokens=400)
     desk.answer("w0")
     desk.submit(200, max_tokens=4)
-    pool = desk.core._pools["sim"]
+    pool = desk.core._models["sim"].pool
     known, new = (pool.workers[name] for name in ("w0", "w1"))
 
     def factor() -> float:
@@ -197,13 +197,13 @@ def test_slow_newcomer_is_known_for_one_after_its_first_step() -> None:
 def test_lead_grows_when_the_device_waited_and_shrinks_otherwise() -> None:
     desk = Desk()
     state = desk.state()
-    start = state.lead_s
-    state.adapt_lead(5000)
-    assert state.lead_s > start
-    grown = state.lead_s
+    start = state.pipeline.lead_s
+    state.pipeline.adapt_lead(5000)
+    assert state.pipeline.lead_s > start
+    grown = state.pipeline.lead_s
     for _ in range(500):
-        state.adapt_lead(0)
-    assert state.lead_s < grown / 2
+        state.pipeline.adapt_lead(0)
+    assert state.pipeline.lead_s < grown / 2
 
 
 # Load index --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from octavo.protocol.steps import Refused, RefuseReason, StallReason
 
-from scheduler_svc.core.request import Sequence, Status
+from scheduler_svc.core.request import Sequence, SequenceStatus
 from scheduler_svc.core.worker import WorkerState
 from tests.unit.scheduler.core.desk import HIGH, LOW, NORMAL, Desk, worker
 
@@ -22,9 +22,9 @@ def test_decodes_come_first_then_prefills_in_chunks_within_the_budget() -> None:
     desk.answer()
     long = desk.submit(200, max_tokens=4)
     desk.answer()
-    assert desk.plans["w0"][0].prefill == ((desk.sequence(long).handle, 63),)
+    assert desk.plans["w0"][0].prefill == ((desk.sequence(long).binding.handle, 63),)
     desk.answer()
-    assert desk.plans["w0"][0].prefill == ((desk.sequence(long).handle, 63),)
+    assert desk.plans["w0"][0].prefill == ((desk.sequence(long).binding.handle, 63),)
     assert len(desk.tokens[short, 0]) == 3
     desk.finish()
     assert max(r.timing.num_decodes + r.timing.num_prefill_tokens for r in desk.reports) <= 64
@@ -50,7 +50,7 @@ def test_without_chunking_a_prompt_runs_whole_and_alone_if_the_budget_is_too_sma
     long = desk.submit(200, max_tokens=4)
     desk.answer()
     (plan,) = desk.plans["w0"]
-    assert plan.prefill == ((desk.sequence(long).handle, 200),)
+    assert plan.prefill == ((desk.sequence(long).binding.handle, 200),)
     assert len(plan.skip) == 1
     report = desk.answer()
     assert (report.timing.num_decodes, report.timing.num_prefill_tokens) == (0, 200)
@@ -182,7 +182,7 @@ def test_growth_without_blocks_preempts_the_last_admitted_which_resumes_and_repe
     run_until(desk, lambda: bool(desk.events("sequence_preempted")))
     (event,) = desk.events("sequence_preempted")
     assert event["request_id"] == second
-    assert desk.sequence(first).status is Status.RUNNING
+    assert desk.sequence(first).status is SequenceStatus.RUNNING
     desk.finish()
     assert desk.ends[second, 0].timings.preemptions == 1
     assert [len(desk.tokens[name, 0]) for name in (first, second)] == [120, 120]
@@ -200,9 +200,10 @@ def test_preempted_sequence_is_admitted_again_only_when_its_release_is_settled()
         released = [n for n in (second, third) if (n, 0) not in desk.ends]
         for name in released:
             sequence = desk.sequence(name)
-            if sequence.status is Status.RELEASING:
-                assert sequence.worker is not None
-                assert sequence.handle in sequence.worker.sequences
+            if sequence.status is SequenceStatus.RELEASING:
+                home = desk.where(name)
+                assert home is not None
+                assert sequence.binding.handle in desk.state(home).sequences
     desk.finish()
 
 
@@ -244,7 +245,7 @@ def test_preemption_says_what_is_computed_again_when_the_cache_keeps_the_rest(
     (event,) = desk.events("sequence_preempted")
     known = desk.sequence(victim).num_tokens
     run_until(desk, lambda: (urgent, 0) in desk.ends)
-    run_until(desk, lambda: desk.sequence(victim).status is Status.RUNNING)
+    run_until(desk, lambda: desk.sequence(victim).status is SequenceStatus.RUNNING)
     desk.answer()
     (again,) = desk.reports[-1].admitted
     assert event["tokens_to_recompute"] == known - again.cached_tokens
@@ -286,7 +287,7 @@ def test_decode_grows_into_the_blocks_of_a_cancelled_one() -> None:
     desk = Desk(worker(num_blocks=8), window=1, watermark=0.0)
     names = [desk.submit(40, max_tokens=40) for _ in range(2)]
     third = desk.submit(20, max_tokens=40)
-    while desk.state().growth_in(desk.state().next_step) <= desk.state().available_blocks():
+    while desk.state().growth_in(desk.state().pipeline.next_step) <= desk.state().available_blocks():
         desk.answer()
     report = desk.run()
     desk.cancel(third)
@@ -306,7 +307,7 @@ def test_sequence_preempted_often_enough_is_protected_from_higher_classes() -> N
         for _ in range(8):
             if desk.plans["w0"]:
                 desk.answer()
-    assert desk.sequence(victim).preemptions == 2
+    assert desk.sequence(victim).history.preemptions == 2
     desk.finish()
 
 
@@ -325,7 +326,7 @@ def test_refused_request_keeps_its_place_and_a_worker_that_goes_on_refusing_is_l
         else:
             desk.wake()
     assert answered < 15, "no ping-pong"
-    assert desk.sequence(first).started_at is None
+    assert desk.sequence(first).history.started_at is None
     desk.workers["w0"].refuse_next = 0
     while desk.where(first) is None:
         desk.wake()
@@ -350,7 +351,7 @@ def test_refused_request_goes_to_another_worker_at_once() -> None:
 def test_request_that_the_runner_cannot_serve_fails_with_its_reason() -> None:
     desk = Desk()
     name = desk.submit(20)
-    handle = desk.sequence(name).handle
+    handle = desk.sequence(name).binding.handle
     empty = {"admitted": (), "prefilled": (), "token_handles": [], "first_positions": [], "token_ids": []}
     report = desk.run()
     desk.workers["w0"]._release(handle)
@@ -367,7 +368,7 @@ def test_request_that_the_runner_cannot_serve_fails_with_its_reason() -> None:
 def test_requests_that_the_runner_cannot_serve_do_not_hold_up_those_that_it_can() -> None:
     desk = Desk(window=1)
     for _ in range(12):
-        handle = desk.sequence(desk.submit(20)).handle
+        handle = desk.sequence(desk.submit(20)).binding.handle
         report = desk.run()
         desk.workers["w0"]._release(handle)
         empty = {"admitted": (), "prefilled": (), "token_handles": [], "first_positions": [], "token_ids": []}
@@ -385,7 +386,7 @@ def test_request_finds_the_idle_worker_beside_one_that_is_left_alone_after_refus
     refused = next(name for name in names if desk.where(name) == "w0")
     other = next(name for name in names if desk.where(name) == "w1")
     desk.workers["w0"].refuse_next = 10**6
-    while desk.state("w0").admits_after < desk.now + 0.5:
+    while desk.state("w0").backoff.admits_after < desk.now + 0.5:
         if desk.plans["w0"]:
             desk.answer("w0")
         else:
@@ -426,8 +427,8 @@ def test_stalled_decode_takes_its_block_later_without_harm() -> None:
     name = desk.submit(16, max_tokens=40)
     desk.answer()
     desk.answer()
-    handle = desk.sequence(name).handle
-    before = desk.state().growth.copy()
+    handle = desk.sequence(name).binding.handle
+    before = desk.state().blocks.growth.copy()
     report = desk.run()
     assert report.token_handles == [handle]
     # As if the worker had found no block for it: nothing advanced.
@@ -439,7 +440,7 @@ def test_stalled_decode_takes_its_block_later_without_harm() -> None:
     stalled = ((handle, StallReason.NO_BLOCK),)
     digest = desk.workers["w0"]._digest
     desk.report("w0", replace(report, **nothing, stalled=stalled, digest=digest))
-    assert desk.state().growth != before
+    assert desk.state().blocks.growth != before
     desk.finish()
     assert len(desk.tokens[name, 0]) == 40
 

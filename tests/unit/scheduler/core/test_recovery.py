@@ -10,7 +10,7 @@ from octavo.protocol.steps import FinishReason, StepError, StepStatus
 from octavo_lab.sim import SimWorker
 
 from scheduler_svc.core import Reason
-from scheduler_svc.core.request import Status
+from scheduler_svc.core.request import SequenceStatus
 from scheduler_svc.planlog import checkpoint
 from tests.unit.scheduler.core.desk import Desk, worker
 
@@ -42,7 +42,7 @@ def test_requests_wait_for_the_only_worker_to_come_back() -> None:
     desk.answer()
     machine = desk.workers["w0"]
     desk.lose()
-    assert desk.sequence(name).status is Status.WAITING
+    assert desk.sequence(name).status is SequenceStatus.WAITING
     desk.attach(machine)
     assert desk.where(name) == "w0"
     desk.finish()
@@ -82,7 +82,7 @@ def test_worker_that_comes_again_without_having_gone_replaces_itself() -> None:
     desk.answer()
     desk.plans["w0"].clear()
     desk.attach(desk.workers["w0"])
-    assert desk.sequence(name).deaths == 0
+    assert desk.sequence(name).deaths.recent == 0
     desk.finish()
     assert len(desk.tokens[name, 0]) == 20
 
@@ -109,8 +109,8 @@ def test_report_that_the_books_do_not_allow_detaches_the_worker_and_nothing_is_l
     desk.answer(**changes)
     (detached,) = desk.detached
     assert said in detached.reason
-    assert desk.sequence(name).status is Status.WAITING
-    assert desk.sequence(name).deaths == 0, "nobody died"
+    assert desk.sequence(name).status is SequenceStatus.WAITING
+    assert desk.sequence(name).deaths.recent == 0, "nobody died"
     desk.attach(desk.workers["w0"])
     desk.finish()
     assert len(desk.tokens[name, 0]) == 12
@@ -166,7 +166,7 @@ def test_request_under_which_two_workers_died_is_quarantined_and_its_neighbours_
     deaths = 0
     for _ in range(300):
         home = desk.where(poison) if desk.core.find(poison) else None
-        if home is not None and desk.sequence(poison).handle in desk.workers[home].lengths:
+        if home is not None and desk.sequence(poison).binding.handle in desk.workers[home].lengths:
             desk.lose(home)
             deaths += 1
         for worker_id in list(desk.workers):
@@ -212,11 +212,11 @@ def test_broken_stream_is_forgiven_when_the_same_process_comes_back_and_a_restar
         desk.answer()
         machine = desk.workers["w0"]
         desk.lose()
-        assert desk.sequence(name).deaths == 1
+        assert desk.sequence(name).deaths.recent == 1
         if restarted:
             machine.restart()
         desk.attach(machine)
-        assert desk.sequence(name).deaths == restarted
+        assert desk.sequence(name).deaths.recent == restarted
         desk.finish()
 
 
@@ -258,7 +258,7 @@ def test_hang_is_not_forgiven_when_the_process_comes_back() -> None:
     for hang in (1, 2):
         desk.tick(desk.now + 6.0)
         if hang == 1:
-            assert desk.sequence(name).deaths == 1
+            assert desk.sequence(name).deaths.recent == 1
             desk.attach(desk.workers["w0"])
     end = desk.ends[name, 0]
     assert end.error is not None
@@ -275,7 +275,7 @@ def test_death_after_a_sequence_has_proved_itself_does_not_add_up() -> None:
         desk.lose()
         machine.restart()
         desk.attach(machine)
-    assert desk.sequence(name).deaths == 1
+    assert desk.sequence(name).deaths.recent == 1
     desk.finish()
     assert len(desk.tokens[name, 0]) == 100
 
@@ -376,7 +376,7 @@ def test_culprit_cancelled_during_the_search_ends_the_search() -> None:
     names = [desk.submit(20, max_tokens=20) for _ in range(4)]
     desk.answer()
     fail_on(desk, seeds_of(desk, names[1]))
-    while desk.state().bisection is None:
+    while desk.state().pipeline.bisection is None:
         desk.answer()
     desk.cancel(names[1])
     desk.finish()

@@ -12,7 +12,11 @@ from octavo.sampling import SamplingParams
 
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core import CoreConfig, NewRequest
-from scheduler_svc.core.policies import POLICIES, Fcfs, NoCharges, VirtualTokenCounters
+from scheduler_svc.core.events import AdmissionRequest
+from scheduler_svc.core.policies import POLICIES
+from scheduler_svc.core.policies.base import Charges
+from scheduler_svc.core.policies.fair import VirtualTokenCounters
+from scheduler_svc.core.policies.fcfs import Fcfs
 from scheduler_svc.core.request import Request, Sequence
 from scheduler_svc.core.waiting import WaitingQueue
 from tests.unit.scheduler.core.desk import HIGH, LOW, NORMAL, Desk, worker
@@ -32,7 +36,7 @@ def waiting(arrival: float = 0.0, prompt: int = 10, **fields: Any) -> Sequence:
 def queue_of(
     *sequences: Sequence, charges: VirtualTokenCounters | None = None, **config: Any
 ) -> WaitingQueue:
-    queue = WaitingQueue(CoreConfig(**config), charges or NoCharges())
+    queue = WaitingQueue(CoreConfig(**config), charges or Charges())
     for sequence in sequences:
         queue.push(sequence)
     return queue
@@ -60,8 +64,8 @@ def test_queue_counts_its_fresh_sequences_and_tokens_through_every_move() -> Non
     one, two = waiting(0, prompt=30), waiting(1, prompt=12)
     queue = queue_of(one, two)
     assert (len(queue), queue.num_fresh, queue.num_tokens) == (2, 2, 42)
-    queue.start(one)
-    one.started_at = 2.0
+    queue.start(one, on_turn=False)
+    one.history.started_at = 2.0
     queue.push_front(one)
     assert (len(queue), queue.num_fresh, queue.num_tokens) == (2, 1, 42)
     queue.remove(two)
@@ -83,8 +87,9 @@ def test_turns_are_counted_across_plans_and_a_start_out_of_turn_does_not_spend_o
     queue = queue_of(*high, *low, aging_stride=4, aging_s={HIGH: 1.0, NORMAL: 10.0, LOW: 60.0})
     taken = []
     for _ in range(8):
-        head = next(queue.order(100.0))
-        queue.start(head)
+        turns: set[Sequence] = set()
+        head = next(queue.order(100.0, turns))
+        queue.start(head, on_turn=head in turns)
         taken.append(head.request.priority)
     assert taken == [HIGH, HIGH, HIGH, LOW] * 2
 
@@ -129,9 +134,10 @@ def test_wait_of_any_sequence_under_a_constant_stream_of_higher_ones_is_bounded(
             if sequence not in due and when <= now and sequence.request.priority is not HIGH:
                 ahead = sum(o.request.arrival + aging[o.request.priority] <= when for o in known) - 1
                 due[sequence] = (starts, stride * (1 + ahead))
-        started = [s for s, _ in zip(queue.order(now), range(rng.choice([0, 1, 3])), strict=False)]
+        turns: set[Sequence] = set()
+        started = [s for s, _ in zip(queue.order(now, turns), range(rng.choice([0, 1, 3])), strict=False)]
         for sequence in started:
-            queue.start(sequence)
+            queue.start(sequence, on_turn=sequence in turns)
             known.remove(sequence)
             starts += 1
             if sequence in due:
@@ -149,6 +155,26 @@ def test_edf_serves_the_earliest_deadline_and_nobody_waits_for_what_comes_much_l
     assert next(queue.order(41)) is near
     queue.remove(near)
     assert list(queue.order(41))[:2] == [far, none], "31 s old: as good as a deadline of 30 s"
+
+
+def test_srf_serves_the_least_work_and_whoever_has_waited_too_long_before_that() -> None:
+    long, short, middle = waiting(0, prompt=300), waiting(1, prompt=10), waiting(2, prompt=80)
+    queue = queue_of(long, short, middle, policy="srf", starvation_age_s=30.0)
+    assert list(queue.order(29)) == [short, middle, long]
+    assert list(queue.order(30)) == [long, short, middle]
+
+
+def test_srf_counts_what_may_be_generated_and_tells_newcomers_how_many_go_before_them() -> None:
+    desk = Desk(worker(max_num_seqs=1), policy="srf", window=1, starvation_age_s=1e6)
+    desk.submit(20, max_tokens=40)
+    talker, reader = desk.submit(10, max_tokens=60), desk.submit(50, max_tokens=4)
+    queue = desk.core._models["sim"].pool.queue
+    asked = {
+        n: queue.ahead_of(AdmissionRequest(prompt_tokens=n, max_tokens=4), desk.now) for n in (9, 60, 90)
+    }
+    assert {n: ahead for n, (ahead, _) in asked.items()} == {9: 0, 60: 1, 90: 2}
+    desk.finish()
+    assert desk.ends[reader, 0].timings.queue_s < desk.ends[talker, 0].timings.queue_s
 
 
 def test_fair_serves_the_tenant_that_has_got_least_and_charges_within_a_pass() -> None:
@@ -212,7 +238,7 @@ def test_counters_of_tenants_without_work_are_forgotten_unless_they_are_ahead() 
 def test_fair_charges_what_is_admitted_at_once_and_refunds_what_was_not_computed() -> None:
     desk = Desk(worker(max_num_batched_tokens=64, max_num_seqs=1), policy="fair", window=1)
     name = desk.submit(200, max_tokens=4, tenant="a")
-    pool = desk.core._pools["sim"]
+    pool = desk.core._models["sim"].pool
     assert pool.charges.level("a") == 200.0
     desk.submit(20, tenant="b")
     desk.answer()
@@ -228,7 +254,7 @@ def test_fair_discounts_cached_prompt_tokens() -> None:
     desk.submit(20, max_tokens=400, tenant="keeps")
     while desk.core.find("r1") is not None:
         desk.answer()
-    pool = desk.core._pools["sim"]
+    pool = desk.core._models["sim"].pool
     before = pool.charges.level("keeps")
     desk.submit([*prompt, 1, 2], max_tokens=100, tenant="second")
     desk.answer()
@@ -241,7 +267,7 @@ class LastCome(Fcfs):
 
     charges_tenants = True
 
-    def order(self) -> Iterator[Sequence]:
+    def order(self, now: float) -> Iterator[Sequence]:
         return reversed(self._waiting)
 
 
@@ -256,9 +282,36 @@ def test_policy_that_is_only_registered_is_a_setting_orders_and_charges(
     while desk.core.find(late) is not None:
         desk.answer()
     assert desk.sequence(early).num_output_tokens == 0
-    assert desk.core._pools["sim"].charges.level("b") >= 20
+    assert desk.core._models["sim"].pool.charges.level("b") >= 20
     desk.finish()
 
 
-def test_every_priority_has_a_lane() -> None:
-    assert set(queue_of().lanes) == set(Priority)
+def test_every_priority_has_a_queue() -> None:
+    assert set(queue_of().classes) == set(Priority)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_policy_yields_each_that_waits_once_and_counts_no_more_than_those_ahead(
+    policy: str, seed: int
+) -> None:
+    rng = random.Random(seed)
+    charges = VirtualTokenCounters({})
+    queue = queue_of(charges=charges, policy=policy, starvation_age_s=5.0)
+    known: list[Sequence] = []
+    for step in range(200):
+        now = step * 0.1
+        if known and rng.random() < 0.45:
+            queue.remove(known.pop(rng.randrange(len(known))))
+        else:
+            deadline = rng.choice([None, now + rng.uniform(0, 9)])
+            tenant = rng.choice("abc")
+            charges.join(tenant)
+            known.append(waiting(now, prompt=rng.randint(1, 99), tenant=tenant, deadline=deadline))
+            queue.push(known[-1])
+        order = list(queue.order(now))
+        assert sorted(map(id, order)) == sorted(map(id, known))
+        assert list(queue.order(now)) == order, "to ask changes nothing"
+        count, tokens = queue.ahead_of(AdmissionRequest(tenant="a", prompt_tokens=50, max_tokens=4), now)
+        assert 0 <= count <= len(known)
+        assert 0 <= tokens <= queue.num_tokens

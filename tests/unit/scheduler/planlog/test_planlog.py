@@ -39,6 +39,7 @@ from scheduler_svc.core import (
     WorkerInfo,
 )
 from scheduler_svc.core.overload import OverloadConfig
+from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.planlog import (
     PlanLogError,
     PlanLogReader,
@@ -202,7 +203,7 @@ def test_call_that_raises_is_the_last_entry_and_raises_again_in_the_replay(tmp_p
 
 
 @pytest.mark.parametrize(
-    "config", [CHAOS_CONFIG, CoreConfig(policy="edf"), CoreConfig(policy="fair"), OVERLOADED]
+    "config", [CHAOS_CONFIG, OVERLOADED, *(CoreConfig(policy=policy) for policy in POLICIES)]
 )
 def test_replay_of_a_faulty_run_makes_the_same_plans(tmp_path: Path, config: CoreConfig) -> None:
     with recording(tmp_path / "plan.log", config, max_bytes=64 << 10, files=1000) as core:
