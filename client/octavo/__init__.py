@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         UnknownModelError,
         UnsupportedError,
     )
+    from octavo.llm import LLM
     from octavo.protocol.steps import FinishReason, Priority, TokenLogprobs
     from octavo.sampling import SamplingParams, StructuredOutput
     from octavo.status import Status
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "LLM",
     "Accepted",
     "AccessDeniedError",
     "AsyncClient",
@@ -96,6 +98,7 @@ _MODULES: Final = (
     "octavo.protocol.steps",
     "octavo.aio",
     "octavo.client",
+    "octavo.llm",
 )
 
 

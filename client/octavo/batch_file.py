@@ -62,7 +62,8 @@ class BatchLine:
         tokens = len(_text(self.item)) // _CHARS_PER_TOKEN
         if not isinstance(prompt, str) and not self.item.is_chat:
             tokens = len(prompt)
-        limit = self.item.options.get("max_tokens")
+        options = self.item.options
+        limit = options.get("max_tokens") or getattr(options.get("sampling"), "max_tokens", None)
         return tokens + (limit if isinstance(limit, int) else 0)
 
 

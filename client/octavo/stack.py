@@ -29,20 +29,31 @@ Progress = Callable[[str, float], None]
 
 _POLL_S: Final = 0.05
 _RESTART_GRACE_S: Final = 5.0
-_NO_METRICS: Final = ("--metrics-port", "none")
+_FIRST_METRICS_PORT: Final = 9464
+_DRAIN_GRACE_S: Final = 30.0
+_DRAIN_MARGIN_S: Final = 10.0
+"""What a process may take beyond its own grace before it counts as stuck."""
+_LAST_LINES: Final = 8
 _ERROR_LEVELS: Final = ("error", "critical")
 
 
 class StackError(Exception):
     """The stack cannot start or go on; the message is the child's own word where there is one."""
 
+    def __init__(self, message: str, *, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+        """The end of the child's log, where it says more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackConfig:
     """What to start. Arguments are those of the services' commands, and come last."""
 
-    model: str = "demo"
+    model: str | Sequence[str] = "demo"
+    """Several are served beside each other, each by workers of its own."""
     num_workers: int = 1
+    """Of each model."""
     host: str = "127.0.0.1"
     port: int | None = None
     """Port of the scheduler; None is any free one."""
@@ -53,6 +64,8 @@ class StackConfig:
     gateway_port: int | None = None
     """Port of an HTTP gateway; 0 is any free one, None is no gateway."""
     gateway_args: Sequence[str] = ()
+    metrics: bool = False
+    """Whether scheduler and workers serve metrics: on their usual ports where these are free."""
     folder: Path | None = None
     """Where the logs go; None is a new temporary folder."""
     env: dict[str, str] = field(default_factory=dict)
@@ -130,6 +143,10 @@ class Child:
                 if record is not None:
                     yield record
 
+    def last_lines(self) -> str:
+        """Return the end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+
     def account(self) -> str:
         """Return how the process ended and its word for why: an error that it logged, or its last line."""
         code = self.process.returncode
@@ -163,10 +180,12 @@ class Stack:
         self.folder = config.folder or Path(tempfile.mkdtemp(prefix="octavo-"))
         self.folder.mkdir(parents=True, exist_ok=True)
         host = config.host
-        first = config.worker_port
-        scheduler_port, gateway_port, *ports = free_ports(2 + config.num_workers, host)
-        if first is not None:
-            ports = [first + index for index in range(config.num_workers)]
+        self.models = (config.model,) if isinstance(config.model, str) else tuple(config.model)
+        num_workers = config.num_workers * len(self.models)
+        scheduler_port, gateway_port, *ports = free_ports(2 + num_workers, host)
+        if config.worker_port is not None:
+            ports = [config.worker_port + index for index in range(num_workers)]
+        self._metrics_ports = _metrics_ports(1 + num_workers, host) if config.metrics else []
         self.workers = [self._worker(index, port) for index, port in enumerate(ports)]
         self.scheduler = self._scheduler(config.port or scheduler_port)
         self.gateway = (
@@ -184,21 +203,34 @@ class Stack:
         gateway = [self.gateway] if self.gateway is not None else []
         return [*gateway, self.scheduler, *self.workers]
 
+    @property
+    def metrics_addresses(self) -> dict[str, str]:
+        """Where metrics are served, by name of the process; empty without `StackConfig.metrics`."""
+        names = ("scheduler", *(worker.name for worker in self.workers))
+        return {
+            name: f"{self.config.host}:{port}" for name, port in zip(names, self._metrics_ports, strict=False)
+        }
+
     def _worker(self, index: int, port: int) -> Child:
         address = f"{self.config.host}:{port}"
-        arguments = ["worker", "--listen", address, "--model", self.config.model, *_NO_METRICS]
+        model = self.models[index // self.config.num_workers]
+        arguments = ["worker", "--listen", address, "--model", model, *self._metrics_flag(1 + index)]
         return self._child(f"worker-{index}", address, [*arguments, *self.config.worker_args])
 
     def _scheduler(self, port: int) -> Child:
         address = f"{self.config.host}:{port}"
         workers = ",".join(worker.address for worker in self.workers)
-        arguments = ["scheduler", "--listen", address, "--workers", workers, *_NO_METRICS]
+        arguments = ["scheduler", "--listen", address, "--workers", workers, *self._metrics_flag(0)]
         return self._child("scheduler", address, [*arguments, *self.config.scheduler_args])
 
     def _gateway(self, port: int) -> Child:
         address = f"{self.config.host}:{port}"
         arguments = ["gateway", "--listen", address, "--endpoint", self.scheduler.address]
         return self._child("gateway", address, [*arguments, *self.config.gateway_args])
+
+    def _metrics_flag(self, index: int) -> tuple[str, str]:
+        ports = self._metrics_ports
+        return "--metrics-port", str(ports[index]) if ports else "none"
 
     def _child(self, name: str, address: str, arguments: Sequence[str]) -> Child:
         return Child(name, address, arguments, self.folder / f"{name}.log", self.config.env)
@@ -259,6 +291,26 @@ class Stack:
             if not child.alive:
                 raise StackError(child.account())
 
+    def drain(self) -> int:
+        """Let what runs end, as long as the services give it; return how many requests were cut.
+
+        The scheduler takes nothing new and waits for its grace at most; the gateway's streams end with its.
+        Workers go on meanwhile. `stop()` ends what is left.
+        """
+        started = time.monotonic()
+        for child in (self.gateway, self.scheduler):
+            if child is not None:
+                child.signal(signal.SIGTERM)
+        grace_s, cut = _DRAIN_GRACE_S, 0
+        while self.scheduler.alive and time.monotonic() < started + grace_s + _DRAIN_MARGIN_S:
+            time.sleep(_POLL_S)
+            for record in self.scheduler.new_records():
+                grace_s = float(record.get("grace_s") or grace_s)
+                cut = int(record.get("live_requests") or cut)
+        for record in self.scheduler.new_records():
+            cut = int(record.get("live_requests") or cut)
+        return cut
+
     def stop(self, grace_s: float = 5.0) -> None:
         """End every process, gateway first, workers last; those that take over `grace_s` are killed."""
         for group in ([self.gateway] if self.gateway else [], [self.scheduler], self.workers):
@@ -289,6 +341,18 @@ def _listens(address: str) -> bool:
             return True
     except OSError:
         return False
+
+
+def _metrics_ports(count: int, host: str) -> list[int]:
+    """Return the usual ports, each replaced by any free one where it is taken."""
+    ports = free_ports(count, host)
+    for index in range(count):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind((host.strip("[]"), _FIRST_METRICS_PORT + index))
+                ports[index] = _FIRST_METRICS_PORT + index
+    return ports
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -32,12 +32,11 @@ def up(logs: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,
     )
-    try:
-        with process:
+    with process:  # It waits for the process at its end.
+        try:
             yield process
+        finally:
             process.kill()
-    finally:
-        process.kill()
 
 
 def read_until_up(process: subprocess.Popen[str]) -> str:
@@ -128,22 +127,94 @@ def test_up_killed_leaves_no_orphan(tmp_path: Path) -> None:
         assert gone(children)
 
 
+def victim_among(children: list[psutil.Process], name: str) -> psutil.Process:
+    (found,) = (
+        child for child in children if "octavo._child" in child.cmdline() and child.cmdline()[5:6] == [name]
+    )
+    return found
+
+
 @pytest.mark.parametrize("victim", ["scheduler", "worker"])
-def test_up_one_child_dies_ends_the_others_and_says_which(tmp_path: Path, victim: str) -> None:
+def test_up_starts_a_killed_process_again_while_a_client_streams(tmp_path: Path, victim: str) -> None:
+    """The promise of the README: a pause and nothing else."""
+    with up(tmp_path, *SIM) as process:
+        endpoint = re.search(r"scheduler +(\S+)", read_until_up(process))
+        assert endpoint is not None
+        with Client(endpoint[1], reconnect_timeout=60) as client:
+            undisturbed = client.generate("go on", max_tokens=200, seed=1).token_ids
+            stream = client.stream("go on", max_tokens=200, seed=1)
+            next(stream)
+            victim_among(descendants(process), victim).kill()
+            for _ in stream:
+                pass
+            assert stream.result.token_ids == undisturbed
+
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert re.search(rf"{victim}\S* was killed by SIGKILL; starting it again in 0.25 s", said)
+
+
+def test_up_a_process_that_keeps_dying_ends_the_others_and_shows_its_log(tmp_path: Path) -> None:
     with up(tmp_path, *SIM) as process:
         read_until_up(process)
-        children = descendants(process)
-        (target,) = (
-            child
-            for child in children
-            if "octavo._child" in child.cmdline() and child.cmdline()[5:6] == [victim]
-        )
-        target.kill()
+        everything = descendants(process)
+        while process.poll() is None:
+            with suppress(psutil.Error, ValueError):
+                children = psutil.Process(process.pid).children(recursive=True)
+                everything += children
+                victim_among(children, "worker").kill()
 
-        assert process.wait(30) == 1
-        assert gone(children)
+        assert process.returncode == 1
+        assert gone(everything)
         assert process.stderr is not None
-        assert re.search(rf"octavo: error: {victim}\S* was killed by SIGKILL\n", process.stderr.read())
+        said = process.stderr.read()
+    assert "octavo: error: worker-0 was killed by SIGKILL" in said
+    assert "died 5 times within a minute and stays down" in said
+
+
+def test_up_told_to_stop_lets_a_request_end_and_a_second_signal_cuts_it(tmp_path: Path) -> None:
+    with up(tmp_path, *SIM) as process:
+        endpoint = re.search(r"scheduler +(\S+)", read_until_up(process))
+        assert endpoint is not None
+        assert process.stderr is not None
+        with Client(endpoint[1], reconnect_timeout=0) as client:
+            stream = client.stream("go on", max_tokens=100)
+            next(stream)
+            process.send_signal(signal.SIGTERM)
+            for _ in stream:
+                pass
+            assert len(stream.result.token_ids) == 100
+        assert process.wait(60) == 0
+        assert "finishing 1 request(s)" in process.stderr.read()
+
+    with up(tmp_path, *SIM) as process:
+        endpoint = re.search(r"scheduler +(\S+)", read_until_up(process))
+        assert endpoint is not None
+        assert process.stderr is not None
+        with Client(endpoint[1], reconnect_timeout=0) as client:
+            stream = client.stream("go on", max_tokens=4_000)
+            next(stream)
+            process.send_signal(signal.SIGINT)
+            while "finishing" not in process.stderr.readline():
+                pass
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+            assert "1 request(s) were cut before their end" in process.stderr.read()
+            stream.close()
+
+
+def test_up_serves_metrics_of_every_process_unless_told_not_to(tmp_path: Path) -> None:
+    with up(tmp_path, *SIM, "--no-metrics") as process:
+        assert "metrics" not in read_until_up(process)
+    with up(tmp_path, *SIM) as process:
+        said = read_until_up(process)
+        pages = re.findall(r"metrics +(http://127\.0\.0\.1:\d+/metrics)", said)
+        assert len(pages) == 2
+        for page, name in zip(pages, (b"octavo_scheduler", b"octavo_worker"), strict=True):
+            with urllib.request.urlopen(page, timeout=20) as answer:  # noqa: S310 # ours
+                assert name in answer.read()
 
 
 def test_up_port_in_use_prints_the_childs_own_words(tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ FLOORS = {
     ),
     "worker_svc": ("__main__ main", "api", "start", "engine", "runner", "kv", "metrics config", "errors"),
     "octavo": (
-        "cli gateway",
+        "cli gateway llm",
+        "supervisor",
         "stack batch_file _child",
         "client",
         "aio",

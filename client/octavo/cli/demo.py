@@ -10,7 +10,10 @@ from octavo.client import Client
 from octavo.errors import OctavoError
 from octavo.stack import Stack, StackConfig, StackError
 
-QUESTION: Final = "What is the capital of France?"
+# The demo model gives each token of its answer at least 2 nats more than any other, whatever type of number
+# a processor computes with; asked in other words it may hesitate between two beginnings.
+QUESTION: Final = "Complete the sentence: The capital of Japan is"
+ANSWER: Final = "The capital of Japan is Tokyo."
 
 
 def main() -> int:

@@ -6,17 +6,22 @@ import argparse
 import os
 import signal
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Final, NoReturn
 
 from octavo.cli import output
+from octavo.cli.demo import QUESTION
 from octavo.cli.services import load_settings
 from octavo.client import Client
+from octavo.errors import OctavoError
 from octavo.stack import Stack, StackConfig, StackError, free_port
+from octavo.supervisor import Supervisor
 
 _WATCH_S: Final = 0.2
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOGS_KEPT: Final = 10
 
 
@@ -32,9 +37,13 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the command's arguments."""
     del name
     parser.add_argument(
-        "--model", default="demo", help="model folder, GGUF file, hub name, or `demo` (default: demo)"
+        "--model",
+        action="append",
+        help="model folder, GGUF file, hub name, or `demo` (default: demo); given again, it is served, too",
     )
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="workers to run (default: 1)")
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="workers to run of each model (default: 1)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument(
         "--port", type=int, default=50051, help="port of the scheduler; 0 is any free one (default: 50051)"
@@ -59,6 +68,12 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         metavar="S",
         help="seconds to get ready (default: 1800)",
     )
+    parser.add_argument(
+        "--metrics",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="serve Prometheus metrics beside each service (default: yes)",
+    )
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where the logs go")
     parser.add_argument(
         "--scheduler-arg",
@@ -80,48 +95,78 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run until interrupted, or until a child ends; return the exit code."""
+    """Run until interrupted, or until a process dies again and again; return the exit code."""
     if arguments.workers < 1:
         output.fail("--workers must be at least 1")
         return 2
-    gateway_port = arguments.gateway_port
-    if gateway_port is not None and not _has_gateway():
+    if arguments.gateway_port is not None and not _has_gateway():
         output.note("no HTTP gateway: pip install 'octavo[gateway]'")
-        gateway_port = None
+        arguments.gateway_port = None
     for service in ("scheduler", "worker"):
         load_settings(service)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, _on_signal)
     stack = None
     try:
-        stack = _stack(arguments, gateway_port)
-        stack.start()
-        output.note(f"starting, logs are in {stack.folder}")
-        with output.ProgressLine() as show:
-            stack.wait_ready(arguments.ready_timeout, show)
-        _announce(stack)
-        while True:
-            stack.check()
-            time.sleep(_WATCH_S)
+        stack = _stack(arguments)
+        _serve(stack, arguments.ready_timeout)
     except _Stop:
+        if stack is not None:
+            _drain(stack)
         return 0
     except _CannotBegin as error:
         output.fail(str(error))
         return 2
     except StackError as error:
         output.fail(str(error))
-        if stack is not None:
-            output.note(f"logs are in {stack.folder}")
+        output.note("\n".join((*error.log, f"logs are in {stack.folder}" if stack is not None else "")))
         return 1
     finally:
         # From here on nothing may interrupt the end.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         if stack is not None:
             stack.stop()
 
 
-def _stack(arguments: argparse.Namespace, gateway_port: int | None) -> Stack:
+def _serve(stack: Stack, ready_timeout_s: float) -> NoReturn:
+    """Start everything, and keep it running until a signal comes.
+
+    Raises:
+        StackError: it cannot start, or a process dies again and again.
+    """
+    stack.start()
+    output.note(f"starting, logs are in {stack.folder}")
+    with output.ProgressLine() as show:
+        stack.wait_ready(ready_timeout_s, show)
+    _announce(stack)
+    supervisor = Supervisor(stack.children, output.note)
+    while True:
+        supervisor.poll(time.monotonic())
+        time.sleep(_WATCH_S)
+
+
+def _drain(stack: Stack) -> None:
+    """Let requests that run end; a second signal ends them at once. What was cut is said."""
+    live = cut = _live_requests(stack)
+    if live:
+        output.note(f"finishing {live} request(s); Ctrl-C again stops them at once")
+    with suppress(_Stop):
+        cut = stack.drain()
+    if cut:
+        output.note(f"{cut} request(s) were cut before their end")
+
+
+def _live_requests(stack: Stack) -> int:
+    """Return how many requests have come and not ended, 0 where the scheduler cannot tell."""
+    try:
+        with Client(stack.endpoint, connect_timeout=_WATCH_S) as client:
+            return client.status().live_requests
+    except OctavoError:
+        return 0
+
+
+def _stack(arguments: argparse.Namespace) -> Stack:
     """Return the stack that the flags describe.
 
     Raises:
@@ -130,15 +175,16 @@ def _stack(arguments: argparse.Namespace, gateway_port: int | None) -> Stack:
     try:
         return Stack(
             StackConfig(
-                model=arguments.model,
+                model=arguments.model or "demo",
                 num_workers=arguments.workers,
                 host=arguments.host,
                 port=arguments.port or free_port(arguments.host),
                 worker_port=arguments.worker_port or None,
                 scheduler_args=arguments.scheduler_arg,
                 worker_args=arguments.worker_arg,
-                gateway_port=gateway_port,
+                gateway_port=arguments.gateway_port,
                 gateway_args=arguments.gateway_arg,
+                metrics=arguments.metrics,
                 folder=arguments.logs or _log_folder(),
             )
         )
@@ -185,8 +231,10 @@ def _announce(stack: Stack) -> None:
         print(f"  {worker.name:<9}  {worker.address}")
     if stack.gateway is not None:
         print(f"  gateway    http://{stack.gateway.address}/v1")
+    for name, address in stack.metrics_addresses.items():
+        print(f"  metrics    http://{address}/metrics  ({name})")
     print()
     print("Try it:")
-    print(output.paint(f"  octavo chat{flag} --message 'What is the capital of France?'", "bold"))
+    print(output.paint(f"  octavo chat{flag} --message '{QUESTION}'", "bold"))
     print()
     print("Ctrl-C stops everything.", flush=True)
