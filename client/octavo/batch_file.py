@@ -30,6 +30,8 @@ _CHARS_PER_TOKEN: Final = 4
 _ENVELOPE: Final = frozenset({"id", "custom_id", "method", "url", "body", "stream", "stream_options", "user"})
 _LEAST_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON has not."""
+_BEGIN: Final = '{"id": '
+"""Of every line of outcomes."""
 _RENAMED: Final = {"max_completion_tokens": "max_tokens"}
 
 
@@ -116,11 +118,14 @@ class OutcomeFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._torn_at: int | None = None
+        """Where a last line begins that an earlier run did not write to its end."""
         self._finished = self._read()
-        self._file = path.open("a", encoding="utf-8")
+        # Half a surrogate pair has no UTF-8, but a JSON escape.
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def _read(self) -> dict[str, str]:
-        """Return the digests of requests that have a result, and cut off a last line that is torn."""
+        """Return the digests of requests that have a result; take note of a last line that is torn."""
         finished: dict[str, str] = {}
         try:
             content = self._path.read_bytes() if self._path.exists() else b""
@@ -135,7 +140,10 @@ class OutcomeFile:
             except (ValueError, KeyError, TypeError):
                 raise BatchFileError(f"{self._path}: line {number} is not an outcome of a batch") from None
         if whole < len(content):
-            os.truncate(self._path, whole)
+            begin = _BEGIN.encode()[: len(content) - whole]
+            if not content[whole:].startswith(begin):
+                raise BatchFileError(f"{self._path}: its last line is not an outcome of a batch")
+            self._torn_at = whole
         return finished
 
     def unfinished(self, lines: Iterable[BatchLine]) -> list[BatchLine]:
@@ -168,6 +176,9 @@ class OutcomeFile:
                 "completion_tokens": outcome.usage.completion_tokens,
                 "cached_tokens": outcome.usage.cached_tokens,
             }
+        if self._torn_at is not None:  # Not before: until an outcome is there, the file stays as it was.
+            os.truncate(self._path, self._torn_at)
+            self._torn_at = None
         self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
         self._file.flush()
 
@@ -192,7 +203,7 @@ def _parse(number: int, text: str, given: str) -> BatchLine:
         item, error = _item(number, fields), None
     except InvalidRequestError as fault:
         item, error = None, fault
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         item, error = None, InvalidRequestError.of_fields((f"line {number}", f"not a JSON object: {fault}"))
     return BatchLine(number, request_id, digest, item, error)
 

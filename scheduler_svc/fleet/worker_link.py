@@ -23,6 +23,7 @@ from octavo.protocol.convert import (
     report_from_proto,
 )
 from octavo.protocol.convert_pool import pool_from_proto
+from octavo.protocol.proxy import proxy_of, proxy_options
 from octavo.protocol.steps import PROTOCOL_VERSION, Plan
 from octavo.protocol.transport import CLIENT_OPTIONS
 from octavo.v1 import operations_pb2, worker_pb2, worker_pb2_grpc
@@ -132,7 +133,11 @@ class WorkerLink:
     async def run(self) -> None:
         """Attach, and attach again whenever the stream has ended, until cancelled."""
         delay_s = _FIRST_DELAY_S
-        async with grpc.aio.insecure_channel(self.status.address, options=CHANNEL_OPTIONS) as channel:
+        address = self.status.address
+        if (proxy := proxy_of(address)) is not None:
+            self._log.info("worker_through_proxy", proxy=proxy)
+        options = (*CHANNEL_OPTIONS, *proxy_options(address))
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
             self._stub = cast("worker_pb2_grpc.WorkerAsyncStub", worker_pb2_grpc.WorkerStub(channel))
             while True:
                 began = time.monotonic()

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,13 +23,13 @@ OCTAVO = (sys.executable, "-m", "octavo.cli.main")
 
 
 @contextmanager
-def up(logs: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def up(logs: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [*OCTAVO, "up", "--logs", str(logs), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
         start_new_session=True,
     )
     with process:  # It waits for the process at its end.
@@ -212,7 +212,7 @@ def test_up_serves_metrics_of_every_process_unless_told_not_to(tmp_path: Path) -
         said = read_until_up(process)
         pages = re.findall(r"metrics +(http://127\.0\.0\.1:\d+/metrics)", said)
         assert len(pages) == 2
-        for page, name in zip(pages, (b"octavo_scheduler", b"octavo_worker"), strict=True):
+        for page, name in zip(pages, (b"octavo_request_arrivals", b"octavo_worker_"), strict=True):
             with urllib.request.urlopen(page, timeout=20) as answer:  # noqa: S310 # ours
                 assert name in answer.read()
 
@@ -245,3 +245,22 @@ def test_up_wrong_argument_of_a_worker_is_told_at_once(tmp_path: Path) -> None:
 
     assert process.returncode == 1
     assert re.search(r"worker-0 ended with exit code 2: .*max_num_seqs", error)
+
+
+def test_up_behind_a_proxy_reaches_its_own_processes(tmp_path: Path) -> None:
+    """Nobody listens on the port of discard."""
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), "http://127.0.0.1:9")
+    with up(tmp_path, *SIM, env=proxies) as process:
+        endpoint = re.search(r"scheduler +(\S+)", read_until_up(process))
+        assert endpoint is not None
+        port = endpoint[1].rpartition(":")[2]
+        for target in (f"ipv4:127.0.0.1:{port}", f"dns:localhost:{port}", f"localhost:{port}"):
+            told = subprocess.run(
+                [*OCTAVO, "status", "--endpoint", target],
+                check=False,
+                env={**os.environ, **proxies},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert (told.returncode, told.stderr) == (0, "")

@@ -18,6 +18,7 @@ import grpc.aio
 
 from octavo._sdk.wire import MAX_MESSAGE_BYTES, error_info
 from octavo.errors import ErrorInfo, InvalidRequestError, OctavoError, UnavailableError, error_of
+from octavo.protocol.proxy import proxy_options
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
@@ -25,7 +26,6 @@ from octavo.v1 import operations_pb2_grpc as ops_grpc
 
 DEFAULT_ENDPOINT: Final = "127.0.0.1:50051"
 _SCHEMES: Final = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
-_LOOPBACK: Final = ("127.", "localhost", "[::1]", "unix")
 _OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -239,11 +239,8 @@ class Endpoints:
 
 
 def channel_options(endpoint: str) -> list[tuple[str, int]]:
-    """Return the options of a channel: on this machine it goes through no proxy."""
-    options = list(_OPTIONS)
-    if endpoint.removeprefix("dns:///").startswith(_LOOPBACK):
-        options.append(("grpc.enable_http_proxy", 0))
-    return options
+    """Return the options of a channel to a scheduler."""
+    return [*_OPTIONS, *proxy_options(endpoint)]
 
 
 async def _dial(endpoint: str, metadata: tuple[tuple[str, str], ...]) -> Connection:

@@ -119,7 +119,7 @@ def batch_request(item: Prompt | BatchItem, options: Mapping[str, Any]) -> pb.Ge
         if item.is_chat:
             return chat_request(cast("Messages", item.input), options)
         return text_request(cast("Prompt", item.input), options)
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidRequestError.of_fields(("options", str(error))) from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from octavo.errors import (
     OverloadedError,
     UnavailableError,
 )
+from octavo.service.home import ensure_home
 
 # Name -> module and what it does. The modules are loaded one at a time: some need an extra.
 COMMANDS: Final = {
@@ -90,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stderr is not None:
             output.fail("stdout is closed")
         return EXIT_USAGE
+    _prepare_surroundings()
     parser = argparse.ArgumentParser(
         prog="octavo",
         usage="octavo [--version] COMMAND ...",
@@ -137,6 +140,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.fail(f"cannot write to stdout: {error.strerror}")
         return EXIT_USAGE
     return code
+
+
+def _prepare_surroundings() -> None:
+    """Let a terminal that lacks a character show its escape, and a user without a home have one."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if (told := ensure_home()) is not None:
+        output.note(told)
 
 
 def _others() -> dict[str, str]:

@@ -61,8 +61,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequen
 
 
 def to_json(record: object) -> str:
-    """Return a record as JSON, enums by name."""
-    return json.dumps(_plain(record), indent=2, ensure_ascii=False)
+    """Return a record as JSON, enums by name; escaped where stdout cannot show all characters."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return json.dumps(_plain(record), indent=2, ensure_ascii=not encoding.lower().startswith("utf"))
 
 
 def _plain(value: object) -> Any:

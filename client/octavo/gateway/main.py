@@ -15,10 +15,12 @@ import uvicorn
 from prometheus_client import disable_created_metrics
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from octavo._sdk.channel import parse_endpoints
 from octavo.errors import InvalidRequestError
 from octavo.gateway.app import create_app
 from octavo.gateway.config import GatewaySettings
 from octavo.gateway.responses import ABORT
+from octavo.protocol.proxy import proxy_of
 from octavo.service.settings import ServerSection
 
 _log = structlog.get_logger()
@@ -77,6 +79,9 @@ def run(settings: GatewaySettings) -> int:
         return EXIT_ADDRESS_TAKEN
     host, port = listener.getsockname()[:2]
     _log.info("gateway_listening", address=f"{host}:{port}", endpoint=settings.scheduler.endpoint)
+    for endpoint in parse_endpoints(settings.scheduler.endpoint):
+        if (proxy := proxy_of(endpoint)) is not None:
+            _log.info("scheduler_through_proxy", endpoint=endpoint, proxy=proxy)
     server = Server(server_config(app, settings))
     # What is there now stays: the collector need not look at it again and again.
     gc.freeze()

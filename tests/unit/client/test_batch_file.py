@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from octavo._sdk import wire
 from octavo.batch_file import BatchFileError, OutcomeFile, read_requests, throughput_order
+from octavo.errors import InvalidRequestError
 from octavo.protocol.steps import FinishReason, TokenLogprobs
 from octavo.types import Choice, GenerateResult
 
@@ -193,3 +194,61 @@ def test_outcomes_have_the_logprobs_that_were_asked_for(tmp_path: Path) -> None:
     (record,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     best = {"token_id": 5, "token": "A", "logprob": -9999.0}
     assert record["choices"][0]["logprobs"] == [{**best, "logprob": -0.5, "top_logprobs": [best]}]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"id": "\\ud83d", "prompt": 5}',
+        '{"id": "deep", "prompt": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"id": "vars", "messages": [{"role": "user", "content": "x"}], "template_vars": ["abc"]}',
+        '{"id": "half", "prompt": "\\ud83d"}',
+        '{"id": "big", "prompt": "x", "seed": 1e999}',
+        '{"id": "kind", "prompt": "x", "max_tokens": {"a": 1}}',
+    ],
+    ids=lambda line: line[:20],
+)
+def test_bad_line_is_its_own_error_and_the_good_ones_are_done(tmp_path: Path, line: str) -> None:
+    path = _file(tmp_path, '{"prompt": "good"}\n', line + "\n", '{"prompt": "good, too"}\n')
+    first, bad, last = read_requests(path, {})
+    with OutcomeFile(tmp_path / "out.jsonl") as outcomes:
+        outcomes.add(first, _result("A"))
+        outcomes.add(last, _result("B"))
+        error = bad.error
+        if bad.item is not None:
+            with pytest.raises(InvalidRequestError) as raised:
+                wire.batch_request(bad.item, {})
+            error = raised.value
+        assert error is not None
+        outcomes.add(bad, error)
+
+    records = [json.loads(record) for record in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert ["error" in record for record in records] == [False, False, True]
+    with OutcomeFile(tmp_path / "out.jsonl") as outcomes:
+        assert outcomes.unfinished([first, bad, last]) == [bad]
+
+
+def test_file_is_left_as_it_was_until_there_is_an_outcome(tmp_path: Path) -> None:
+    line = read_requests(_file(tmp_path, {"prompt": "a"}), {})[0]
+    path = tmp_path / "out.jsonl"
+    with OutcomeFile(path) as outcomes:
+        outcomes.add(line, _result("A"))
+    torn = path.read_text() + '{"id": "2", "li'
+    path.write_text(torn)
+
+    with OutcomeFile(path):
+        pass
+    assert path.read_text() == torn
+    with OutcomeFile(path) as outcomes:
+        outcomes.add(line, _result("B"))
+    assert [json.loads(record)["id"] for record in path.read_text().splitlines()] == ["1", "1"]
+
+
+@pytest.mark.parametrize("content", ["notes without a line break", '{"key": 1}', "x\n"])
+def test_file_of_something_else_is_refused_and_kept(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+
+    with pytest.raises(BatchFileError, match="not an outcome of a batch"):
+        OutcomeFile(path)
+    assert path.read_text() == content

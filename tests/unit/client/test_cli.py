@@ -452,3 +452,18 @@ async def test_sdk_reads_status_and_drains(threaded: ThreadedScheduler) -> None:
 )
 def test_duration_reads_as_people_say_it(seconds: float, shown: str) -> None:
     assert output.duration(seconds) == shown
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_text_that_the_terminal_lacks_is_escaped(threaded: ThreadedScheduler, flags: list[str]) -> None:
+    arguments = ["generate", "x", *flags, "--max-tokens", "3", "--seed", "1"]
+    told = subprocess.run(
+        [sys.executable, "-m", "octavo.cli.main", *arguments, "--endpoint", threaded.fake.endpoint],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+
+    assert (told.returncode, told.stderr) == (0, b"")
+    assert told.stdout.isascii()
