@@ -11,8 +11,8 @@ from typing import Final
 
 from octavo.cli import output
 
-from octavo_lab.scorecard.registry import Entry, load
-from octavo_lab.scorecard.runner import Result, not_run, run
+from octavo_lab.scorecard import load
+from octavo_lab.scorecard.runner import Record, not_run, run
 
 DEFAULT_OUT: Final = Path("build/scorecard.json")
 _COLOURS: Final = {"ok": "green", "short": "red", "error": "red", "measured": "dim", "not run": "dim"}
@@ -40,49 +40,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         print(output.table(("NAME", "UNIT", "TARGET", "", "MEASURES"), rows))
         return 0
-    show = _Table(entries)
-    results = []
+    widths = (
+        max(map(len, ("NAME", *(one.name for one in entries)))),
+        max(map(len, ("UNIT", *(one.unit for one in entries)))),
+        max(map(len, ("TARGET", *(str(one.target or "") for one in entries)))),
+    )
+    print(output.paint(_line(widths, ("NAME", "VALUE", "UNIT", "TARGET")) + "VERDICT", "bold"), flush=True)
+    records: list[Record] = []
     for one in entries:
-        results.append(not_run(one) if one.long and not parsed.long else run(one))
-        show.row(results[-1])
+        records.append(not_run(one) if one.long and not parsed.long else run(one))
+        print(_row(widths, records[-1]), flush=True)
         # After each, so that an interrupted run leaves what it has.
         parsed.out.parent.mkdir(parents=True, exist_ok=True)
-        parsed.out.write_text(json.dumps([result.as_record() for result in results], indent=2) + "\n")
+        parsed.out.write_text(json.dumps(records, indent=2) + "\n")
     print(f"\nwritten to {parsed.out}")
-    return 1 if any(result.verdict == "error" for result in results) else 0
+    return 1 if any(record["verdict"] == "error" for record in records) else 0
 
 
-class _Table:
-    """Prints rows as they come, under a header that knows their widths."""
+def _line(widths: tuple[int, int, int], cells: tuple[str, str, str, str]) -> str:
+    (name, unit, target), (left, value, middle, right) = widths, cells
+    return f"{left:{name}}  {value:>10}  {middle:{unit}}  {right:{target}}  "
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self._name = max(len("NAME"), *(len(one.name) for one in entries))
-        self._unit = max(len("UNIT"), *(len(one.unit) for one in entries))
-        self._target = max(len("TARGET"), *(len(str(one.target or "")) for one in entries))
-        print(output.paint(self._line("NAME", "VALUE", "UNIT", "TARGET", "VERDICT"), "bold"), flush=True)
 
-    def _line(self, name: str, value: str, unit: str, target: str, verdict: str) -> str:
-        columns = (
-            name.ljust(self._name),
-            value.rjust(10),
-            unit.ljust(self._unit),
-            target.ljust(self._target),
-        )
-        return "  ".join((*columns, verdict))
-
-    def row(self, result: Result) -> None:
-        """Print one result."""
-        value = "" if result.value is None else format_value(result.value)
-        verdict = output.paint(result.verdict, _COLOURS[result.verdict])
-        if result.reason:
-            verdict += f": {' '.join(result.reason.split())[:160]}"
-        target = str(result.entry.target or "")
-        print(self._line(result.entry.name, value, result.entry.unit, target, verdict), flush=True)
+def _row(widths: tuple[int, int, int], record: Record) -> str:
+    value = "" if record["value"] is None else format_value(record["value"])
+    verdict = output.paint(record["verdict"], _COLOURS[record["verdict"]])
+    reason = f": {' '.join(record['reason'].split())[:160]}" if record["reason"] else ""
+    return _line(widths, (record["name"], value, record["unit"], record["target"] or "")) + verdict + reason
 
 
 def format_value(value: float) -> str:
     """Return a value with as many digits as say something."""
-    if value == int(value) and abs(value) < 1e9:
+    if abs(value) < 1e9 and value == int(value):
         return str(int(value))
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 

@@ -6,7 +6,6 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 LOGPROB_TOLERANCE: Final = 2e-3
@@ -32,15 +31,11 @@ _QUESTIONS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One request."""
-
-    path: str
-    body: dict[str, Any]
+Question = tuple[str, dict[str, Any]]
+"""Path and body of a request."""
 
 
-def asks() -> list[Ask]:
+def questions() -> list[Question]:
     """Return fifty greedy requests that use what both servers have."""
     completions: list[dict[str, Any]] = [{"prompt": text} for text in _TEXTS]
     completions += [{"prompt": text, "logprobs": 3} for text in _TEXTS[:6]]
@@ -75,14 +70,15 @@ def asks() -> list[Ask]:
         _chat(_QUESTIONS[4], max_completion_tokens=5),
         _chat(_QUESTIONS[1], repetition_penalty=1.2),
     ]
-    found = [Ask("/v1/completions", {"max_tokens": 16, **body}) for body in completions]
-    found += [Ask("/v1/chat/completions", {"max_tokens": 24, **body}) for body in chats]
-    for ask in found:
-        ask.body["temperature"] = 0
-        if ask.body.get("stream"):
-            ask.body["stream_options"] = {"include_usage": True}
-        if "max_completion_tokens" in ask.body:
-            del ask.body["max_tokens"]
+    for chat in chats:
+        if "max_completion_tokens" not in chat:
+            chat["max_tokens"] = 24
+    found = [("/v1/completions", {"max_tokens": 16, **body}) for body in completions]
+    found += [("/v1/chat/completions", body) for body in chats]
+    for _, body in found:
+        body["temperature"] = 0
+        if body.get("stream"):
+            body["stream_options"] = {"include_usage": True}
     return found
 
 
@@ -91,17 +87,17 @@ def _chat(content: Any, system: str | None = None, **body: Any) -> dict[str, Any
     return {"messages": [*messages, {"role": "user", "content": content}], **body}
 
 
-def answer(base: str, model: str, ask: Ask) -> dict[str, Any]:
+def answer(base: str, model: str, question: Question) -> dict[str, Any]:
     """Return the answer as a whole one, whether it is streamed or not."""
-    body = json.dumps({"model": model, **ask.body}).encode()
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(base + ask.path, body, headers)  # noqa: S310 # our own servers
+    path, body = question
+    content, headers = json.dumps({"model": model, **body}).encode(), {"content-type": "application/json"}
+    request = urllib.request.Request(base + path, content, headers)  # noqa: S310 # our own servers
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:  # noqa: S310 # our own servers
             text = reply.read().decode()
     except urllib.error.HTTPError as error:
         return {"status": error.code, "error": error.read().decode(errors="replace")}
-    if not ask.body.get("stream"):
+    if not body.get("stream"):
         found: dict[str, Any] = json.loads(text)
         return found
     events = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: {")]
@@ -132,7 +128,7 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
     """
     if "choices" not in ours or "choices" not in theirs:
         if ours != theirs:
-            yield f"answers: {_short(ours)} and {_short(theirs)}"
+            yield f"answers: {str(ours)[:200]} and {str(theirs)[:200]}"
         return
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         if ours["usage"][name] != theirs["usage"][name]:
@@ -186,7 +182,3 @@ def _ends_within_a_character(ours: dict[str, Any], theirs: dict[str, Any]) -> bo
         ours["finish_reason"] == theirs["finish_reason"] == "length"
         and _text(ours).rstrip("\ufffd") == _text(theirs)
     )
-
-
-def _short(value: object) -> str:
-    return str(value)[:200]

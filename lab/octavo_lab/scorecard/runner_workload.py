@@ -55,14 +55,21 @@ class Job:
 
 
 class PlanWorkload:
-    """Runs jobs on one engine. With `disturb`, chunks, skips, preemptions and arrivals are random."""
+    """Runs jobs on one engine. With `disturb`, chunks, skips, preemptions and arrivals are random.
 
-    def __init__(self, engine: StepEngine, block_size: int, max_num_seqs: int, seed: int = 0) -> None:
+    Args:
+        engine: with no sequences on it.
+        block_size: of the engine's memory; None names no content, so that nothing is found in a cache.
+        max_num_seqs: sequences under way at the same time.
+        seed: of all chance; what has another seed shares no cached prefix.
+    """
+
+    def __init__(self, engine: StepEngine, block_size: int | None, max_num_seqs: int, seed: int = 0) -> None:
+        self.max_num_seqs = max_num_seqs
         self._engine = engine
         self._block_size = block_size
-        self._max_num_seqs = max_num_seqs
         self._random = random.Random(seed)
-        self._root = root_key("workload", "", str(seed), block_size, b"")
+        self._root = root_key("workload", "", str(seed), block_size or 1, b"")
         self._next_step = 1
         self._next_handle = 1
         self.seen: Counter[str] = Counter()
@@ -106,7 +113,7 @@ class PlanWorkload:
             job.handle = None
             if job.ended is None:
                 waiting.append(job)
-        room = self._max_num_seqs - (len(live) - len(release))
+        room = self.max_num_seqs - (len(live) - len(release))
         if disturb and live:
             room = min(room, self._random.randint(0, 4))
         admits = [self._admit(job) for job in waiting[:room]]
@@ -135,15 +142,17 @@ class PlanWorkload:
     def _admit(self, job: Job) -> Admit:
         job.handle = self._next_handle
         self._next_handle += 1
-        tokens = job.tokens
-        keys = chain(self._root, tokens, self._block_size)
+        keys = self._keys(job)
         job.num_sealed = len(keys)
-        return Admit(job.handle, tokens, len(job.prompt), job.sampling, job.choice, tuple(keys))
+        return Admit(job.handle, job.tokens, len(job.prompt), job.sampling, job.choice, tuple(keys))
+
+    def _keys(self, job: Job) -> list[bytes]:
+        return chain(self._root, job.tokens, self._block_size) if self._block_size else []
 
     def _seals(self, live: dict[int, Job]) -> list[tuple[int, int, bytes]]:
         seals = []
         for handle, job in live.items():
-            keys = chain(self._root, job.tokens, self._block_size)
+            keys = self._keys(job)
             seals += [(handle, index, keys[index]) for index in range(job.num_sealed, len(keys))]
             job.num_sealed = len(keys)
         return seals

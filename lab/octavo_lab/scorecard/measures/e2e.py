@@ -1,4 +1,6 @@
-"""The whole system, real processes and the demo model: leaks, speed, idle cost."""
+"""The whole system, real processes and the demo model: leaks, speed, idle cost, exactness."""
+
+# ruff: noqa: PLC0415 - torch takes seconds to import
 
 from __future__ import annotations
 
@@ -9,41 +11,33 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import grpc.aio
 from octavo._sdk.channel import Connection
 from octavo.aio import AsyncClient
-from octavo.stack import Child, Stack, StackConfig
-from octavo.status import Status
+from octavo.sampling import SamplingParams
 from octavo.v1 import generation_pb2 as pb
 
 from octavo_lab.scorecard import Measured, at_least, at_most, entry
-
-READY_S: Final = 240.0
-PROMPT: Final = "The octavo is a format of book, made by folding each printed sheet three times, so that"
-
-
-@contextmanager
-def running(**settings: Any) -> Iterator[Stack]:
-    """A stack that serves, on free ports."""
-    with Stack(StackConfig(**settings)) as stack:
-        stack.wait_ready(READY_S)
-        yield stack
-
-
-async def until_idle(client: AsyncClient, num_workers: int) -> Status:
-    """Return the first status in which nothing runs or waits and every worker is there."""
-    async with asyncio.timeout(READY_S):
-        async for status in client.watch_status(0.1):
-            ready = [worker for worker in status.workers if worker.state == "ready"]
-            busy = any(worker.running or worker.pool.active for worker in ready)
-            if len(ready) == num_workers and not busy and not status.live_requests:
-                return status
-    raise RuntimeError("the scheduler went away")
-
+from octavo_lab.scorecard.demo_model import (
+    demo_engine,
+    judged,
+    transformers_generate_s,
+    transformers_model,
+)
+from octavo_lab.scorecard.runner_workload import Job, PlanWorkload
+from octavo_lab.scorecard.system import (
+    PROMPT,
+    Rate,
+    cpu_s,
+    in_turns,
+    left_behind,
+    median_ratio,
+    prompt,
+    running,
+    until_idle,
+)
 
 # -- leaks ---------------------------------------------------------------------------------------
 
@@ -60,57 +54,48 @@ class _Tally:
         self.sent: list[str] = []
         self.kinds: Counter[str] = Counter()
 
-    @property
-    def wrong(self) -> int:
-        return sum(self.ends[request_id] != 1 for request_id in self.sent)
+    def take(self, event: pb.RequestEvent) -> bool:
+        """Take in an event of a request; return whether it ends the request."""
+        kind = event.WhichOneof("event")
+        if kind not in ("finished", "error"):
+            return False
+        self.ends[event.request_id] += 1
+        self.kinds[f"{kind} {event.finished.reason if kind == 'finished' else event.error.reason}"] += 1
+        return True
 
 
-@entry(
-    "e2e.leaks",
-    "300 streams with cancellations, deadlines, dying clients and a killed worker: requests without "
-    "exactly one end, blocks not given back, accounts that do not close",
-    "count",
-    at_most(0),
-)
+@entry("e2e.leaks", "count", at_most(0))
 async def leaks() -> Measured:
-    """Speak the wire protocol itself, so that a second end could not hide behind the SDK."""
-    tally, chance = _Tally(), random.Random(20)  # for repetition, not for secrets
+    """300 streams with cancellations, deadlines, dying clients and a killed worker: requests without
+    exactly one end, blocks not given back, accounts that do not close
+
+    Speaks the wire protocol itself, so that a second end could not hide behind the SDK.
+    """
+    tally, chance = _Tally(), random.Random(20)
     with running(num_workers=2, worker_args=("--num-threads", "1")) as stack:
         async with AsyncClient(stack.endpoint) as watcher:
-            clients = [
-                _session(stack.endpoint, client, client < NUM_DYING, tally, chance.randrange(2**32))
+            tasks = [
+                asyncio.create_task(_session(stack.endpoint, client, tally, chance.randrange(2**32)))
                 for client in range(NUM_CLIENTS)
             ]
-            tasks = [asyncio.create_task(one) for one in clients]
-            await _until_busy(watcher)
+            async for status in watcher.watch_status(0.1):
+                if sum(worker.running for worker in status.workers) >= 16:
+                    break
             stack.workers[0].kill()
             await asyncio.gather(*tasks)
             stack.workers[0].start()
             status = await until_idle(watcher, num_workers=2)
-    pools = [worker.pool for worker in status.workers]
-    blocks = sum(pool.total - pool.free - pool.evictable for pool in pools)
-    unaccounted = abs(status.arrivals - sum(status.outcomes.values()) - status.live_requests)
-    return Measured(
-        tally.wrong + blocks + unaccounted,
-        {
-            "streams": NUM_STREAMS,
-            "without exactly one end": tally.wrong,
-            "blocks not given back": blocks,
-            "requests unaccounted for": unaccounted,
-            "ends seen": dict(tally.kinds),
-            "outcomes": dict(status.outcomes),
-        },
-    )
+    left = {
+        "without exactly one end": sum(tally.ends[request_id] != 1 for request_id in tally.sent),
+        **left_behind(status),
+    }
+    seen = {"ends seen": dict(tally.kinds), "outcomes": dict(status.outcomes)}
+    return Measured(sum(left.values()), {"streams": NUM_STREAMS, **left, **seen})
 
 
-async def _until_busy(client: AsyncClient) -> None:
-    async for status in client.watch_status(0.1):
-        if sum(worker.running for worker in status.workers) >= 16:
-            return
-
-
-async def _session(endpoint: str, client: int, dies: bool, tally: _Tally, seed: int) -> None:
-    chance = random.Random(seed)  # for repetition, not for secrets
+async def _session(endpoint: str, client: int, tally: _Tally, seed: int) -> None:
+    """Be one client: the first few leave in the middle of their answers."""
+    chance, dies = random.Random(seed), client < NUM_DYING
     live: set[str] = set()
     async with grpc.aio.insecure_channel(endpoint) as channel:
         rpc = Connection(endpoint, channel).generation.Session(None)
@@ -128,46 +113,46 @@ async def _session(endpoint: str, client: int, dies: bool, tally: _Tally, seed: 
         deltas = 0
         while live and isinstance(message := await rpc.read(), pb.SessionEvent):
             for event in message.events:
-                kind = event.WhichOneof("event")
-                if kind in ("finished", "error"):
-                    reason = event.finished.reason if kind == "finished" else event.error.reason
-                    tally.ends[event.request_id] += 1
-                    tally.kinds[f"{kind} {reason}"] += 1
+                if tally.take(event):
                     live.discard(event.request_id)
                 elif event.request_id in doomed and chance.random() < 0.5:
                     doomed.discard(event.request_id)
                     cancel = pb.CancelRequest(request_id=event.request_id)
                     await rpc.write(pb.SessionRequest(cancel=cancel))
-                deltas += kind == "delta"
+                deltas += event.WhichOneof("event") == "delta"
             if dies and deltas > 40:
                 return  # Leaving the channel breaks the stream under its requests.
         # A second end would come on the same stream, before its close.
         await rpc.done_writing()
         while isinstance(message := await rpc.read(), pb.SessionEvent):
             for event in message.events:
-                tally.ends[event.request_id] += event.WhichOneof("event") in ("finished", "error")
+                tally.take(event)
 
 
 # -- batching ------------------------------------------------------------------------------------
 
-NUM_BATCHED: Final = 32
-BATCHED_TOKENS: Final = 24
 
-
-@entry(
-    "e2e.batch_speedup",
-    "the same 32 requests one after another, against all at once",
-    "times faster",
-    at_least(4),
-)
+@entry("e2e.batch_speedup", "times faster", at_least(4))
 async def batch_speedup() -> Measured:
-    """Take the concurrent time before and after the sequential one, so that a drift hits both."""
+    """the same 32 requests one after another, against all at once
+
+    The concurrent time is taken before and after the sequential one, so that a drift hits both.
+    """
     with running() as stack:
         async with AsyncClient(stack.endpoint) as client:
-            await _together(client)  # warms up
-            before = await _together(client)
-            one_by_one = await _one_by_one(client)
-            after = await _together(client)
+
+            async def took_s(concurrency: int) -> float:
+                room = asyncio.Semaphore(concurrency)
+
+                async def one(number: int) -> None:
+                    async with room:
+                        await client.generate(prompt(number), max_tokens=24, ignore_eos=True, temperature=0)
+
+                started = time.perf_counter()
+                await asyncio.gather(*map(one, range(32)))
+                return time.perf_counter() - started
+
+            _warm_up, before, one_by_one, after = [await took_s(size) for size in (32, 32, 1, 32)]
     together = statistics.mean((before, after))
     return Measured(
         one_by_one / together,
@@ -175,120 +160,98 @@ async def batch_speedup() -> Measured:
     )
 
 
-def _prompt(index: int) -> str:
-    # The number comes first: no two prompts share a cached prefix.
-    return f"{index} {PROMPT}"
-
-
-async def _generate(client: AsyncClient, index: int) -> None:
-    await client.generate(_prompt(index), max_tokens=BATCHED_TOKENS, ignore_eos=True, temperature=0)
-
-
-async def _together(client: AsyncClient) -> float:
-    started = time.perf_counter()
-    await asyncio.gather(*(_generate(client, index) for index in range(NUM_BATCHED)))
-    return time.perf_counter() - started
-
-
-async def _one_by_one(client: AsyncClient) -> float:
-    started = time.perf_counter()
-    for index in range(NUM_BATCHED):
-        await _generate(client, index)
-    return time.perf_counter() - started
-
-
-# -- decode against transformers -----------------------------------------------------------------
+# -- against transformers ------------------------------------------------------------------------
 
 DECODE_BATCH: Final = 8
 DECODE_TOKENS: Final = 32
-ROUNDS: Final = 3
 
 
-@entry(
-    "e2e.decode_vs_transformers",
-    "decoding with batch 8 through the whole system, against transformers' own batched generate",
-    "times faster",
-    at_least(2),
-)
+@entry("e2e.decode_vs_transformers", "times faster", at_least(2))
 async def decode_vs_transformers() -> Measured:
-    """Take turns on the same cores; each side in the dtype that suits it best on this machine."""
+    """decoding with batch 8 through the whole system, against transformers' own batched generate
+
+    On the same cores in turns; each side in the dtype that suits it best on this machine.
+    """
     # As the worker sets it for itself, and before torch is loaded here: the same conditions for both.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     with running() as stack:
-        peers = await asyncio.to_thread(_TransformersPeer.contenders)
         async with AsyncClient(stack.endpoint) as client:
-            await _octavo_step_s(client)
-            ours: list[float] = []
-            theirs: dict[str, list[float]] = {peer.dtype: [] for peer in peers}
-            for _ in range(ROUNDS):
-                ours.append(await _octavo_step_s(client))
-                for peer in peers:
-                    theirs[peer.dtype].append(await asyncio.to_thread(peer.step_s))
-    best = min(theirs, key=lambda dtype: statistics.median(theirs[dtype]))
-    our_step, their_step = statistics.median(ours), statistics.median(theirs[best])
-    return Measured(
-        their_step / our_step,
-        {
-            "octavo ms per step": round(1000 * our_step, 2),
-            **{
-                f"transformers {dtype} ms per step": round(1000 * statistics.median(steps), 2)
-                for dtype, steps in theirs.items()
-            },
-        },
-    )
+            prompts = [[*(await client.tokenize(prompt(index))).token_ids] for index in range(DECODE_BATCH)]
+            rates = await in_turns({"octavo": _octavo(client, prompts), **_transformers(prompts)})
+    ours = rates.pop("octavo")
+    best = max(rates.values(), key=statistics.median)
+    ms_per_step = {
+        f"{name} ms per step": round(1000 / statistics.median(found), 2)
+        for name, found in {"octavo": ours, **rates}.items()
+    }
+    return median_ratio(ours, best, **ms_per_step)
 
 
-async def _octavo_step_s(client: AsyncClient) -> float:
-    """Return the time between tokens while all of a batch decode."""
-    results = await asyncio.gather(
-        *(
-            client.generate(_prompt(index), max_tokens=DECODE_TOKENS, ignore_eos=True, temperature=0)
-            for index in range(DECODE_BATCH)
-        )
-    )
-    return statistics.mean(result.timings.tpot_s for result in results)
+def _octavo(client: AsyncClient, prompts: list[list[int]]) -> Rate:
+    """Decode steps per second while all of a batch decode."""
+
+    async def rate() -> float:
+        asked = [
+            client.generate(ids, max_tokens=DECODE_TOKENS, ignore_eos=True, temperature=0) for ids in prompts
+        ]
+        return 1 / statistics.mean(result.timings.tpot_s for result in await asyncio.gather(*asked))
+
+    return rate
 
 
-class _TransformersPeer:
-    """The demo model in Hugging Face transformers, in one dtype."""
+def _transformers(prompts: list[list[int]]) -> dict[str, Rate]:
+    """The same of transformers, in each dtype that may be the fastest here."""
+    model = transformers_model()
+    models = {"float32": model, "bfloat16": copy.deepcopy(model).bfloat16()}
+    for one in models.values():
+        transformers_generate_s(one, prompts, 2)
+    seconds = {dtype: transformers_generate_s(one, prompts, 4) for dtype, one in models.items()}
 
-    def __init__(self, dtype: str, model: Any, inputs: Any) -> None:
-        self.dtype = dtype
-        self._model = model
-        self._inputs = inputs
+    def rate_of(dtype: str) -> Rate:
+        async def rate() -> float:
+            # What more tokens cost more, without the prefill.
+            long, short = (
+                await asyncio.to_thread(transformers_generate_s, models[dtype], prompts, count)
+                for count in (DECODE_TOKENS, 1)
+            )
+            return (DECODE_TOKENS - 1) / (long - short)
 
-    @classmethod
-    def contenders(cls) -> list[_TransformersPeer]:
-        """Return the model in each dtype that may be the fastest here, warmed up."""
-        import torch  # noqa: PLC0415 # loaded for this measure only
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+        return rate
 
-        from worker_svc.start.demo_model import fetch_demo_model  # noqa: PLC0415
+    # One that is far behind will not win, and would take minutes where the CPU has no bfloat16.
+    fastest = min(seconds.values())
+    return {f"transformers {dtype}": rate_of(dtype) for dtype in models if seconds[dtype] < 2 * fastest}
 
-        path = fetch_demo_model(lambda what, fraction: None)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, padding_side="left")
-        tokenizer.pad_token = tokenizer.eos_token
-        prompts = [_prompt(index) for index in range(DECODE_BATCH)]
-        inputs = tokenizer(prompts, return_tensors="pt", padding=True)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        peers = [cls("float32", model, inputs), cls("bfloat16", copy.deepcopy(model).bfloat16(), inputs)]
-        for peer in peers:
-            peer.generate_s(2)
-        seconds = [peer.generate_s(4) for peer in peers]
-        # One that is far behind will not win, and would take minutes where the CPU has no bfloat16.
-        return [peer for peer, took in zip(peers, seconds, strict=True) if took < 2 * min(seconds)]
 
-    def step_s(self) -> float:
-        """Return the time per decode step: what more tokens cost more, without the prefill."""
-        return (self.generate_s(DECODE_TOKENS) - self.generate_s(1)) / (DECODE_TOKENS - 1)
+NUM_PROMPTS: Final = 24
+LONGEST: Final = 1500
+PARITY_TOKENS: Final = 64
+PARITY_BATCH: Final = 32
 
-    def generate_s(self, num_tokens: int) -> float:
-        """Return the time for a batch with that many new tokens each."""
-        started = time.perf_counter()
-        self._model.generate(
-            **self._inputs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
-        )
-        return time.perf_counter() - started
+
+@entry("e2e.parity", "tokens", at_most(0), long=True)
+def parity() -> Measured:
+    """greedy tokens that differ from transformers in float32 without a tie: 24 prompts of 1 to 1500 tokens,
+    64 tokens each, alone and mixed in a batch of 32 with staggered arrivals and random chunks
+
+    Worker engine and runner; the reference judges each token after the prompt and our output so far.
+    """
+    chance = random.Random(135)
+    lengths = [round(LONGEST ** (n / (NUM_PROMPTS - 1))) for n in range(NUM_PROMPTS)]
+    chance.shuffle(lengths)
+    limits = {"max_num_seqs": PARITY_BATCH, "max_model_len": LONGEST + PARITY_TOKENS, "block_size": 16}
+    num_blocks = PARITY_BATCH * -(-(LONGEST + PARITY_TOKENS + 1) // 16)
+    sampling = SamplingParams(temperature=0.0, max_tokens=PARITY_TOKENS, ignore_eos=True)
+    reference = transformers_model()
+    prompts = [[chance.randrange(reference.config.vocab_size) for _ in range(length)] for length in lengths]
+    alone = [[Job(prompt, sampling)] for prompt in prompts]
+    mixed = [Job(prompt, sampling) for prompt in (*prompts, *prompts[: PARITY_BATCH - NUM_PROMPTS])]
+    with demo_engine("torch", dtype="float32", num_blocks=num_blocks, **limits) as engine:
+        for jobs in (*alone, mixed):
+            engine.drop_all()
+            PlanWorkload(engine, None, PARITY_BATCH, seed=len(jobs)).run(jobs, disturb=True, most=500)
+    verdict = judged(reference, [job for jobs in (*alone, mixed) for job in jobs])
+    return Measured(verdict["unexcused"], verdict)
 
 
 # -- idle ----------------------------------------------------------------------------------------
@@ -296,32 +259,21 @@ class _TransformersPeer:
 IDLE_S: Final = 10.0
 
 
-@entry(
-    "e2e.idle_cpu", "CPU of the busiest process of a stack that has nothing to do", "% of a core", at_most(1)
-)
+@entry("e2e.idle_cpu", "% of a core", at_most(1))
 async def idle_cpu() -> Measured:
-    """Watch the processes for ten seconds after they have served once."""
+    """CPU of the busiest process of a stack that has nothing to do
+
+    For ten seconds after it has served once; a process counts with its children.
+    """
     with running() as stack:
         async with AsyncClient(stack.endpoint) as client:
             await client.generate(PROMPT, max_tokens=8)
             await until_idle(client, num_workers=1)
             await asyncio.sleep(1.0)  # Let what follows a request, such as its log line, be over.
-            before = _cpu_s(stack)
+            before = {child.name: cpu_s(child) for child in stack.children}
             started = time.perf_counter()
             await asyncio.sleep(IDLE_S)
-            after, elapsed = _cpu_s(stack), time.perf_counter() - started
+            after = {child.name: cpu_s(child) for child in stack.children}
+            elapsed = time.perf_counter() - started
     shares = {name: round(100 * (after[name] - before[name]) / elapsed, 2) for name in before}
     return Measured(max(shares.values()), shares)
-
-
-def _cpu_s(stack: Stack) -> dict[str, float]:
-    """Return the CPU seconds of each process of the stack, with its children's."""
-    return {child.name: _tree_cpu_s(child) for child in stack.children}
-
-
-def _tree_cpu_s(child: Child) -> float:
-    import psutil  # noqa: PLC0415 # comes with the worker's extra
-
-    root = psutil.Process(child.process.pid)
-    times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
