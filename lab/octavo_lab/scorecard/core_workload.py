@@ -224,7 +224,8 @@ def capacity_per_s(seconds: float) -> float:
     recorder, rng = Recorder(), random.Random(9)
     cell = policy_cell("fcfs", recorder)
     for number in range(int(30 * seconds)):
-        arrival = Arrival(0.0, *(_between(rng, lengths) for lengths in MIXED))
+        prompt_tokens, output_tokens = (_between(rng, lengths) for lengths in MIXED)
+        arrival = Arrival(0.0, prompt_tokens, output_tokens)
         cell.submit_at(0.0, request_of(arrival, f"r{number}", number))
     cell.loop.run(until=seconds)
     return len(recorder.completed) / seconds

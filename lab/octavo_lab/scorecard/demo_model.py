@@ -7,12 +7,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octavo_lab.scorecard.runner_workload import Job, Reference
-
-if TYPE_CHECKING:
-    from worker_svc.engine.engine import Engine
+from worker_svc.engine.loop import StepEngine
 
 
 def quiet(what: str, fraction: float) -> None:
@@ -20,7 +18,7 @@ def quiet(what: str, fraction: float) -> None:
 
 
 @contextmanager
-def demo_engine(runner: str, **settings: Any) -> Iterator[Engine]:
+def demo_engine(runner: str, **settings: Any) -> Iterator[StepEngine]:
     """The model behind a new engine, on a runner; `settings` are those of a worker."""
     from worker_svc.config import WorkerSettings
     from worker_svc.start.load import build, load_runner
@@ -46,7 +44,7 @@ def transformers_model() -> Any:
 
 
 def transformers_generate_s(model: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-    """Return the time that transformers takes for so many greedy tokens of each prompt, padded on the left."""
+    """Return the time of transformers for so many greedy tokens of each prompt, padded on the left."""
     import torch
 
     longest = max(map(len, prompts))

@@ -89,10 +89,12 @@ def cpu_s(child: Child | None = None) -> float:
     return float(sum(one.user + one.system for one in times))
 
 
-async def completion(session: aiohttp.ClientSession, base: str, **body: Any) -> int:
+async def completion(
+    session: aiohttp.ClientSession, base: str, model: str, prompt: str | list[int], max_tokens: int
+) -> int:
     """Stream a greedy completion over HTTP; return how many tokens the server says it has sent."""
-    body = {"temperature": 0, "ignore_eos": True, **body, "stream": True}
-    body["stream_options"] = {"include_usage": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body.update(stream=True, stream_options={"include_usage": True})
     last = b""
     async with session.post(f"{base}/v1/completions", json=body) as answer:
         answer.raise_for_status()

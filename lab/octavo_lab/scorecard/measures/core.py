@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 
-from octavo_lab.scorecard import Measured, at_least, at_most, entry
-from octavo_lab.scorecard.core_workload import (
-    admit_us,
-    aging,
-    capacity_per_s,
-    deadlines_met,
-    gaps_under_prompts,
-    steady_decode,
-    tenant_ttft_s,
-)
+from octavo_lab.fleet.arms import LATE
+from octavo_lab.fleet.experiments import Outcome, Traffic, execute_all, plan_runs, ratio
+from octavo_lab.scorecard import Measured, at_least, at_most, core_workload, entry
 from octavo_lab.sim import InvariantError
-from octavo_lab.sim.chaos import Chaos, ChaosResult, ChaosSetting
+from octavo_lab.sim.chaos import CHAOS_CONFIG, Chaos, ChaosResult, ChaosSetting
+from scheduler_svc.planlog import PlanLogWriter, RecordingCore
 
 
 def _p99(values: Sequence[float]) -> float:
@@ -56,7 +57,7 @@ def report_to_plan_us_256() -> float:
     Steady decode with prefix caching on: every sixteenth token makes a key. The best of three medians:
     neighbours on the machine only ever add.
     """
-    return min(steady_decode(1, 256, 400).step_us() for _ in range(3))
+    return min(core_workload.steady_decode(1, 256, 400).step_us() for _ in range(3))
 
 
 @entry("core.growth_1000_workers", "x", at_most(2))
@@ -65,7 +66,9 @@ def growth_1000_workers() -> Measured:
 
     Steps of 8 sequences, in turns: single ones differ by half on a busy machine.
     """
-    rounds = [[steady_decode(workers, 8, 1000).step_us() for workers in (1, 1000)] for _ in range(5)]
+    rounds = [
+        [core_workload.steady_decode(workers, 8, 1000).step_us() for workers in (1, 1000)] for _ in range(5)
+    ]
     return Measured(
         statistics.median(many / one for one, many in rounds),
         {"one_us": [one for one, _ in rounds], "thousand_us": [many for _, many in rounds]},
@@ -78,7 +81,7 @@ def admit_us_1000_workers() -> float:
 
     A submit that finds its worker, half of them idle, and sends the plan.
     """
-    return admit_us(1000, 300)
+    return core_workload.admit_us(1000, 300)
 
 
 @entry("core.max_wait_vs_bound", "x", at_most(1))
@@ -87,7 +90,7 @@ def max_wait_vs_bound() -> Measured:
 
     A system is flooded with interactive requests; the others are watched.
     """
-    watch = aging(90.0)
+    watch = core_workload.aging(90.0)
     return Measured(watch.worst if watch.judged else float("nan"), {"judged": watch.judged})
 
 
@@ -97,7 +100,7 @@ def jitter_ms() -> Measured:
 
     Prefills are capped for a target of 40 ms; the same without a cap is in the details.
     """
-    capped, free = (gaps_under_prompts(target_itl_s, 60.0) for target_itl_s in (0.040, None))
+    capped, free = (core_workload.gaps_under_prompts(target_itl_s, 60.0) for target_itl_s in (0.040, None))
     jitter, without = (1e3 * (_p99(gaps) - statistics.median(gaps)) for gaps in (capped, free))
     return Measured(jitter, {"without_cap_ms": without, "p50_ms": 1e3 * statistics.median(capped)})
 
@@ -109,7 +112,7 @@ def fair_isolation() -> Measured:
     Its fair share is half of the workers, of which it uses 80%.
     """
     alone, beside, fcfs = (
-        _p99(tenant_ttft_s(policy, workers, flood=flood, seconds=120.0))
+        _p99(core_workload.tenant_ttft_s(policy, workers, flood=flood, seconds=120.0))
         for policy, workers, flood in (("fair", 1, False), ("fair", 2, True), ("fcfs", 2, True))
     )
     return Measured(beside / alone, {"alone_s": alone, "beside_s": beside, "beside_fcfs_s": fcfs})
@@ -118,6 +121,97 @@ def fair_isolation() -> Measured:
 @entry("core.edf_gain", "x", at_least(1.1))
 def edf_gain() -> Measured:
     """deadlines met by edf over fcfs at 110% load"""
-    rate = 1.1 * capacity_per_s(60.0)
-    edf, fcfs = (deadlines_met(policy, rate, 120.0) for policy in ("edf", "fcfs"))
+    rate = 1.1 * core_workload.capacity_per_s(60.0)
+    edf, fcfs = (core_workload.deadlines_met(policy, rate, 120.0) for policy in ("edf", "fcfs"))
     return Measured(edf / fcfs, {"edf": edf, "fcfs": fcfs, "rate_per_s": rate})
+
+
+# -- late binding, prefixes and replay; the first two need the public traces
+
+REQUESTS: Final = 1200
+PREFIX_REQUESTS: Final = 6000
+REPLAYED_STEPS: Final = 6000
+
+
+def _outcomes(condition: str, other: str, traffic: Traffic, seeds: int) -> list[Outcome]:
+    """Simulate late binding and another arm on the same drawings of the traffic."""
+    runs = [run for run in plan_runs([condition], traffic, seeds) if run.arm in (LATE, other)]
+    return list(execute_all(runs, min(4, os.cpu_count() or 1)))
+
+
+def _p99_ratio(condition: str, other: str) -> Measured:
+    """Return the P99 TTFT of one queue over that of a router: the mean over seeds."""
+    outcomes = _outcomes(condition, other, Traffic(requests=REQUESTS, load=0.9), seeds=3)
+    found = ratio(outcomes, condition, (LATE, other), lambda o: o.ttft_p99_s)
+    p99s = {f"{o.arm}, seed {o.seed}": round(o.ttft_p99_s, 3) for o in outcomes}
+    return Measured(found.mean, {"ratio": str(found), "ttft_p99_s": p99s, "requests": REQUESTS})
+
+
+@entry("core.late_vs_round_robin", "ratio", at_most(0.6))
+def late_vs_round_robin() -> Measured:
+    """P99 TTFT of one late-binding queue over that of round robin: Azure conversation trace at 90% of the
+    capacity of eight simulated workers, mean over three windows
+
+    Round robin is the router that looks at nothing.
+    """
+    return _p99_ratio("healthy", "round robin")
+
+
+@entry("core.late_vs_least_tokens", "ratio", at_most(1.05))
+def late_vs_least_tokens() -> Measured:
+    """the same over an exact least-tokens router, which sees every engine and knows every length"""
+    return _p99_ratio("healthy", "least tokens")
+
+
+@entry("core.late_vs_least_tokens_degraded", "ratio", at_most(0.6))
+def late_vs_least_tokens_degraded() -> Measured:
+    """the same with one worker three times slower throughout and another draining at half time"""
+    return _p99_ratio("degraded", "least tokens")
+
+
+@entry("core.prefix_hit_gain", "ratio", at_least(1.5))
+def prefix_hit_gain() -> Measured:
+    """prefix hit rate of placement by prefix over that of round robin: Mooncake trace, lengths by eight
+
+    The details have the hit rate of a cache without bounds as well.
+    """
+    traffic = Traffic(requests=PREFIX_REQUESTS, load=0.7)
+    outcomes = _outcomes("prefix", "round robin", traffic, seeds=1)
+    found = ratio(outcomes, "prefix", (LATE, "round robin"), lambda o: o.hit_rate)
+    details = {
+        o.arm: {
+            "hit_rate": round(o.hit_rate, 4),
+            "share_of_unbounded": round(o.hit_rate / o.bound_hit_rate, 4),
+            "unbounded": round(o.bound_hit_rate, 4),
+        }
+        for o in outcomes
+    }
+    return Measured(found.mean, {**details, "requests": PREFIX_REQUESTS})
+
+
+@entry("core.replay_mismatches", "count", at_most(0))
+def replay_mismatches() -> Measured:
+    """plans and other effects that come out otherwise when the log of a run full of faults is replayed by
+    another process, under another hash seed
+
+    Recorded, rotated, and each file replayed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        writer = PlanLogWriter(Path(folder) / "plan.log", max_bytes=2**20, files=1000)
+        core = RecordingCore(CHAOS_CONFIG, writer)
+        faults = Chaos(core, seed=1).run(REPLAYED_STEPS).faults
+        core.close()
+        replays = [_replay(path) for path in Path(folder).iterdir()]
+    different = sum(len(one["mismatches"]) + one["effect_mismatches"] for one in replays)
+    plans = sum(one["plans"] for one in replays)
+    return Measured(different, {"plans": plans, "files": len(replays), "faults": faults})
+
+
+def _replay(path: Path) -> Any:
+    done = subprocess.run(  # noqa: S603 # our own command
+        [sys.executable, "-m", "octavo.cli.main", "replay", str(path), "--json"],
+        env={**os.environ, "PYTHONHASHSEED": "4711"},
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    return json.loads(done.stdout)

@@ -1,12 +1,8 @@
-"""The whole system, real processes and the demo model: leaks, speed, idle cost, exactness."""
-
-# ruff: noqa: PLC0415 - torch takes seconds to import
+"""The whole system, real processes and the demo model: leaks, speed, idle cost."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
-import os
 import random
 import statistics
 import time
@@ -16,28 +12,9 @@ from typing import Final
 import grpc.aio
 from octavo._sdk.channel import Connection
 from octavo.aio import AsyncClient
-from octavo.sampling import SamplingParams
 from octavo.v1 import generation_pb2 as pb
 
-from octavo_lab.scorecard import Measured, at_least, at_most, entry
-from octavo_lab.scorecard.demo_model import (
-    demo_engine,
-    judged,
-    transformers_generate_s,
-    transformers_model,
-)
-from octavo_lab.scorecard.runner_workload import Job, PlanWorkload
-from octavo_lab.scorecard.system import (
-    PROMPT,
-    Rate,
-    cpu_s,
-    in_turns,
-    left_behind,
-    median_ratio,
-    prompt,
-    running,
-    until_idle,
-)
+from octavo_lab.scorecard import Measured, at_least, at_most, entry, system
 
 # -- leaks ---------------------------------------------------------------------------------------
 
@@ -72,7 +49,7 @@ async def leaks() -> Measured:
     Speaks the wire protocol itself, so that a second end could not hide behind the SDK.
     """
     tally, chance = _Tally(), random.Random(20)
-    with running(num_workers=2, worker_args=("--num-threads", "1")) as stack:
+    with system.running(num_workers=2, worker_args=("--num-threads", "1")) as stack:
         async with AsyncClient(stack.endpoint) as watcher:
             tasks = [
                 asyncio.create_task(_session(stack.endpoint, client, tally, chance.randrange(2**32)))
@@ -84,10 +61,10 @@ async def leaks() -> Measured:
             stack.workers[0].kill()
             await asyncio.gather(*tasks)
             stack.workers[0].start()
-            status = await until_idle(watcher, num_workers=2)
+            status = await system.until_idle(watcher, num_workers=2)
     left = {
         "without exactly one end": sum(tally.ends[request_id] != 1 for request_id in tally.sent),
-        **left_behind(status),
+        **system.left_behind(status),
     }
     seen = {"ends seen": dict(tally.kinds), "outcomes": dict(status.outcomes)}
     return Measured(sum(left.values()), {"streams": NUM_STREAMS, **left, **seen})
@@ -100,7 +77,7 @@ async def _session(endpoint: str, client: int, tally: _Tally, seed: int) -> None
     async with grpc.aio.insecure_channel(endpoint) as channel:
         rpc = Connection(endpoint, channel).generation.Session(None)
         for number in range(NUM_STREAMS // NUM_CLIENTS):
-            request = pb.GenerateRequest(request_id=f"{client}-{number}", text=PROMPT)
+            request = pb.GenerateRequest(request_id=f"{client}-{number}", text=system.PROMPT)
             request.sampling.max_tokens = chance.randint(4, 32)
             request.sampling.ignore_eos = True
             if chance.random() < 0.2:
@@ -138,120 +115,20 @@ async def batch_speedup() -> Measured:
 
     The concurrent time is taken before and after the sequential one, so that a drift hits both.
     """
-    with running() as stack:
+    with system.running() as stack:
         async with AsyncClient(stack.endpoint) as client:
 
-            async def took_s(concurrency: int) -> float:
-                room = asyncio.Semaphore(concurrency)
+            async def ask(number: int) -> int:
+                text = system.prompt(number % 32)
+                answer = await client.generate(text, max_tokens=24, ignore_eos=True, temperature=0)
+                return len(answer.token_ids)
 
-                async def one(number: int) -> None:
-                    async with room:
-                        await client.generate(prompt(number), max_tokens=24, ignore_eos=True, temperature=0)
-
-                started = time.perf_counter()
-                await asyncio.gather(*map(one, range(32)))
-                return time.perf_counter() - started
-
-            _warm_up, before, one_by_one, after = [await took_s(size) for size in (32, 32, 1, 32)]
+            _warm_up, before, one_by_one, after = [
+                await system.tokens_per_s(ask, 32, concurrency, 24) for concurrency in (32, 32, 1, 32)
+            ]
     together = statistics.mean((before, after))
-    return Measured(
-        one_by_one / together,
-        {"one after another s": round(one_by_one, 3), "together s": round(together, 3)},
-    )
-
-
-# -- against transformers ------------------------------------------------------------------------
-
-DECODE_BATCH: Final = 8
-DECODE_TOKENS: Final = 32
-
-
-@entry("e2e.decode_vs_transformers", "times faster", at_least(2))
-async def decode_vs_transformers() -> Measured:
-    """decoding with batch 8 through the whole system, against transformers' own batched generate
-
-    On the same cores in turns; each side in the dtype that suits it best on this machine.
-    """
-    # As the worker sets it for itself, and before torch is loaded here: the same conditions for both.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    with running() as stack:
-        async with AsyncClient(stack.endpoint) as client:
-            prompts = [[*(await client.tokenize(prompt(index))).token_ids] for index in range(DECODE_BATCH)]
-            rates = await in_turns({"octavo": _octavo(client, prompts), **_transformers(prompts)})
-    ours = rates.pop("octavo")
-    best = max(rates.values(), key=statistics.median)
-    ms_per_step = {
-        f"{name} ms per step": round(1000 / statistics.median(found), 2)
-        for name, found in {"octavo": ours, **rates}.items()
-    }
-    return median_ratio(ours, best, **ms_per_step)
-
-
-def _octavo(client: AsyncClient, prompts: list[list[int]]) -> Rate:
-    """Decode steps per second while all of a batch decode."""
-
-    async def rate() -> float:
-        asked = [
-            client.generate(ids, max_tokens=DECODE_TOKENS, ignore_eos=True, temperature=0) for ids in prompts
-        ]
-        return 1 / statistics.mean(result.timings.tpot_s for result in await asyncio.gather(*asked))
-
-    return rate
-
-
-def _transformers(prompts: list[list[int]]) -> dict[str, Rate]:
-    """The same of transformers, in each dtype that may be the fastest here."""
-    model = transformers_model()
-    models = {"float32": model, "bfloat16": copy.deepcopy(model).bfloat16()}
-    for one in models.values():
-        transformers_generate_s(one, prompts, 2)
-    seconds = {dtype: transformers_generate_s(one, prompts, 4) for dtype, one in models.items()}
-
-    def rate_of(dtype: str) -> Rate:
-        async def rate() -> float:
-            # What more tokens cost more, without the prefill.
-            long, short = (
-                await asyncio.to_thread(transformers_generate_s, models[dtype], prompts, count)
-                for count in (DECODE_TOKENS, 1)
-            )
-            return (DECODE_TOKENS - 1) / (long - short)
-
-        return rate
-
-    # One that is far behind will not win, and would take minutes where the CPU has no bfloat16.
-    fastest = min(seconds.values())
-    return {f"transformers {dtype}": rate_of(dtype) for dtype in models if seconds[dtype] < 2 * fastest}
-
-
-NUM_PROMPTS: Final = 24
-LONGEST: Final = 1500
-PARITY_TOKENS: Final = 64
-PARITY_BATCH: Final = 32
-
-
-@entry("e2e.parity", "tokens", at_most(0), long=True)
-def parity() -> Measured:
-    """greedy tokens that differ from transformers in float32 without a tie: 24 prompts of 1 to 1500 tokens,
-    64 tokens each, alone and mixed in a batch of 32 with staggered arrivals and random chunks
-
-    Worker engine and runner; the reference judges each token after the prompt and our output so far.
-    """
-    chance = random.Random(135)
-    lengths = [round(LONGEST ** (n / (NUM_PROMPTS - 1))) for n in range(NUM_PROMPTS)]
-    chance.shuffle(lengths)
-    limits = {"max_num_seqs": PARITY_BATCH, "max_model_len": LONGEST + PARITY_TOKENS, "block_size": 16}
-    num_blocks = PARITY_BATCH * -(-(LONGEST + PARITY_TOKENS + 1) // 16)
-    sampling = SamplingParams(temperature=0.0, max_tokens=PARITY_TOKENS, ignore_eos=True)
-    reference = transformers_model()
-    prompts = [[chance.randrange(reference.config.vocab_size) for _ in range(length)] for length in lengths]
-    alone = [[Job(prompt, sampling)] for prompt in prompts]
-    mixed = [Job(prompt, sampling) for prompt in (*prompts, *prompts[: PARITY_BATCH - NUM_PROMPTS])]
-    with demo_engine("torch", dtype="float32", num_blocks=num_blocks, **limits) as engine:
-        for jobs in (*alone, mixed):
-            engine.drop_all()
-            PlanWorkload(engine, None, PARITY_BATCH, seed=len(jobs)).run(jobs, disturb=True, most=500)
-    verdict = judged(reference, [job for jobs in (*alone, mixed) for job in jobs])
-    return Measured(verdict["unexcused"], verdict)
+    figures = {"one after another tokens/s": one_by_one, "together tokens/s": together}
+    return Measured(together / one_by_one, figures)
 
 
 # -- idle ----------------------------------------------------------------------------------------
@@ -265,15 +142,15 @@ async def idle_cpu() -> Measured:
 
     For ten seconds after it has served once; a process counts with its children.
     """
-    with running() as stack:
+    with system.running() as stack:
         async with AsyncClient(stack.endpoint) as client:
-            await client.generate(PROMPT, max_tokens=8)
-            await until_idle(client, num_workers=1)
+            await client.generate(system.PROMPT, max_tokens=8)
+            await system.until_idle(client, num_workers=1)
             await asyncio.sleep(1.0)  # Let what follows a request, such as its log line, be over.
-            before = {child.name: cpu_s(child) for child in stack.children}
+            before = {child.name: system.cpu_s(child) for child in stack.children}
             started = time.perf_counter()
             await asyncio.sleep(IDLE_S)
-            after = {child.name: cpu_s(child) for child in stack.children}
+            after = {child.name: system.cpu_s(child) for child in stack.children}
             elapsed = time.perf_counter() - started
     shares = {name: round(100 * (after[name] - before[name]) / elapsed, 2) for name in before}
     return Measured(max(shares.values()), shares)

@@ -1,4 +1,4 @@
-"""The OpenAI gateway: public clients, hostile bodies, leaving clients, its cost, and `vllm serve` beside it."""
+"""The OpenAI gateway: public clients, hostile bodies, leaving clients, cost, and `vllm serve` beside it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import random
 import re
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final
@@ -18,25 +17,9 @@ from octavo.aio import AsyncClient
 from octavo.client import Client
 from octavo.stack import Stack
 
-from octavo_lab.scorecard import Measured, at_least, at_most, entry
+from octavo_lab.scorecard import Measured, at_least, at_most, entry, system
 from octavo_lab.scorecard.gateway_clients import BIN, OUTPUT, Program, programs
 from octavo_lab.scorecard.gateway_parity import answer, differences, questions
-from octavo_lab.scorecard.system import (
-    READY_S,
-    base_url,
-    completion,
-    cpu_s,
-    gateway,
-    in_turns,
-    left_behind,
-    median_ratio,
-    metrics,
-    prompt,
-    rounded,
-    running,
-    tokens_per_s,
-    until_idle,
-)
 from octavo_lab.scorecard.vllm_server import MODEL, limits, model_with_tokenizer, vllm_serve
 
 # -- clients -------------------------------------------------------------------------------------
@@ -50,10 +33,10 @@ def clients_failing() -> Measured:
     """
     with tempfile.TemporaryDirectory(prefix="octavo-tokenizer-") as folder:
         tokenizer, _ = model_with_tokenizer(Path(folder), "auto")
-        with running(gateway_port=0) as stack:
+        with system.running(gateway_port=0) as stack:
             found = {
                 program.name: program.fails() or "works"
-                for program in programs(base_url(stack), _model(stack), tokenizer)
+                for program in programs(system.base_url(stack), _model(stack), tokenizer)
             }
     return Measured(sum(why != "works" for why in found.values()), found)
 
@@ -70,9 +53,9 @@ def schemathesis_5xx() -> Measured:
     The model is simulated, so that many requests are answered. The report is kept.
     """
     sim = ("--runner", "sim", "--sim-speed", "20", "--max-model-len", "512")
-    with running(model="sim", worker_args=sim, gateway_port=0) as stack:
+    with system.running(model="sim", worker_args=sim, gateway_port=0) as stack:
         command = (
-            *(str(BIN / "schemathesis"), "run", f"{base_url(stack)}/openapi.json", "--seed", "1"),
+            *(str(BIN / "schemathesis"), "run", f"{system.base_url(stack)}/openapi.json", "--seed", "1"),
             *("--max-examples", "60", "--checks", "not_a_server_error", "--continue-on-failure"),
             *("--phases", "examples,coverage,fuzzing", "--request-timeout", "60"),
         )
@@ -90,7 +73,7 @@ def _statuses(stack: Stack) -> Counter[str]:
     """Return how many requests were answered with each status."""
     found = Counter[str]()
     counted = r'octavo_gateway_requests_total\{.*?status="(\d+)"\} (\S+)'
-    for status, count in re.findall(counted, metrics(base_url(stack))):
+    for status, count in re.findall(counted, system.metrics(system.base_url(stack))):
         found[status] += int(float(count))
     return found
 
@@ -110,8 +93,8 @@ async def leaks() -> Measured:
     """
     chance = random.Random(7)
     args = ("--runner", "sim", "--max-num-seqs", "64")
-    with running(model="sim", worker_args=args, gateway_port=0) as stack:
-        process = psutil.Process(gateway(stack).process.pid)
+    with system.running(model="sim", worker_args=args, gateway_port=0) as stack:
+        process = psutil.Process(system.gateway(stack).process.pid)
         async with AsyncClient(stack.endpoint) as watcher:
             await _stream(stack, 0, None)
             descriptors = process.num_fds()
@@ -119,11 +102,14 @@ async def leaks() -> Measured:
             complete = await asyncio.gather(
                 *(_stream(stack, number, leaves_after) for number, leaves_after in enumerate(staying))
             )
-            status = await until_idle(watcher, num_workers=1)
-        give_up_at = time.monotonic() + 10.0
-        while (more := process.num_fds() - descriptors) > 0 and time.monotonic() < give_up_at:
+            status = await system.until_idle(watcher, num_workers=1)
+        for _ in range(100):  # Connections need time to close.
+            if (more := process.num_fds() - descriptors) <= 0:
+                break
             await asyncio.sleep(0.1)
-        gauge = re.findall(r"octavo_gateway_running_requests\{.*?\} (\S+)", metrics(base_url(stack)))
+        gauge = re.findall(
+            r"octavo_gateway_running_requests\{.*?\} (\S+)", system.metrics(system.base_url(stack))
+        )
         left = {
             "incomplete": sum(
                 leaves_after is None and not whole
@@ -131,7 +117,7 @@ async def leaks() -> Measured:
             ),
             "descriptors": max(0, more),
             "running in the gateway": int(sum(map(float, gauge))),
-            **left_behind(status),
+            **system.left_behind(status),
         }
         seen = {"outcomes": dict(status.outcomes), "answers": _statuses(stack)}
     return Measured(sum(left.values()), {**left, **seen})
@@ -141,10 +127,9 @@ async def _stream(stack: Stack, number: int, leaves_after: float | None) -> bool
     """Read a stream to its end on a connection of its own, or leave it; return whether it was complete."""
     async with aiohttp.ClientSession() as session:
         try:
-            async with asyncio.timeout(READY_S if leaves_after is None else leaves_after):
-                tokens = await completion(
-                    session, base_url(stack), model="sim", prompt=prompt(number), max_tokens=STREAM_TOKENS
-                )
+            async with asyncio.timeout(system.READY_S if leaves_after is None else leaves_after):
+                base, prompt = system.base_url(stack), system.prompt(number)
+                tokens = await system.completion(session, base, "sim", prompt, STREAM_TOKENS)
         except (TimeoutError, aiohttp.ClientError, RuntimeError):
             return False
     return tokens == STREAM_TOKENS
@@ -163,40 +148,38 @@ async def cost_ratio() -> Measured:
     The demo model, in turns; the ratio of the medians.
     """
     gateway_cpu_s: list[float] = []
-    with running(gateway_port=0) as stack:
+    with system.running(gateway_port=0) as stack:
         async with (
             AsyncClient(stack.endpoint) as client,
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session,
         ):
-            model = (await client.models())[0].id
+            base, model = system.base_url(stack), (await client.models())[0].id
 
             async def over_grpc(number: int) -> int:
                 tokens = 0
                 async for delta in client.stream(
-                    prompt(number), max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True
+                    system.prompt(number), max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True
                 ):
                     tokens += len(delta.token_ids)
                 return tokens
 
             async def over_http(number: int) -> int:
-                return await completion(
-                    session, base_url(stack), model=model, prompt=prompt(number), max_tokens=OUTPUT_TOKENS
-                )
+                return await system.completion(session, base, model, system.prompt(number), OUTPUT_TOKENS)
 
             async def through_gateway() -> float:
-                before = cpu_s(gateway(stack))
-                rate = await tokens_per_s(over_http, CONCURRENCY, CONCURRENCY, OUTPUT_TOKENS)
-                gateway_cpu_s.append(cpu_s(gateway(stack)) - before)
+                before = system.cpu_s(system.gateway(stack))
+                rate = await system.tokens_per_s(over_http, CONCURRENCY, CONCURRENCY, OUTPUT_TOKENS)
+                gateway_cpu_s.append(system.cpu_s(system.gateway(stack)) - before)
                 return rate
 
             async def direct() -> float:
-                return await tokens_per_s(over_grpc, CONCURRENCY, CONCURRENCY, OUTPUT_TOKENS)
+                return await system.tokens_per_s(over_grpc, CONCURRENCY, CONCURRENCY, OUTPUT_TOKENS)
 
-            rates = await in_turns({"grpc": direct, "gateway": through_gateway})
+            rates = await system.in_turns({"grpc": direct, "gateway": through_gateway})
     tokens = (len(gateway_cpu_s) - 1) * CONCURRENCY * OUTPUT_TOKENS
     cpu_us = round(1e6 * sum(gateway_cpu_s[1:]) / tokens, 1)
-    details: dict[str, Any] = {**rounded(rates), "gateway CPU us per token": cpu_us}
-    return median_ratio(rates["gateway"], rates["grpc"], **details)
+    details: dict[str, Any] = {**system.rounded(rates), "gateway CPU us per token": cpu_us}
+    return system.median_ratio(rates["gateway"], rates["grpc"], **details)
 
 
 # -- beside `vllm serve` -------------------------------------------------------------------------
@@ -211,9 +194,9 @@ async def vllm_mismatches() -> Measured:
     """
     wanted = questions()
     eager = ("--dtype", "float32", "--enforce-eager")
-    with running(worker_args=("--runner", "vllm", *limits(32), *eager), gateway_port=0) as stack:
+    with system.running(worker_args=("--runner", "vllm", *limits(32), *eager), gateway_port=0) as stack:
         model = _model(stack)
-        ours = [answer(base_url(stack), model, one) for one in wanted]
+        ours = [answer(system.base_url(stack), model, one) for one in wanted]
     async with vllm_serve(*limits(32, serve=True), eager[-1], dtype="float32") as server:
         theirs = [answer(server.base_url, MODEL, one) for one in wanted]
     OUTPUT.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,7 @@ from octavo.stack import Stack
 from octavo.types import GenerateResult
 from octavo.v1 import operations_pb2, operations_pb2_grpc
 
-from octavo_lab.scorecard import Measured, at_most, entry
-from octavo_lab.scorecard.system import UNSHED, median_ratio, rounded, running, until_idle
+from octavo_lab.scorecard import Measured, at_most, entry, system
 
 PREFIX_TOKENS: Final = 1024
 QUESTION_TOKENS: Final = 24
@@ -39,7 +38,7 @@ def _stack(
     num_blocks: int, *more: str, max_len: int = 512, scheduler_args: tuple[str, ...] = ()
 ) -> AbstractContextManager[Stack]:
     limits = ("--max-model-len", str(max_len), "--num-blocks", str(num_blocks), "--dtype", "float32", *more)
-    return running(worker_args=limits, scheduler_args=(*UNSHED, *scheduler_args))
+    return system.running(worker_args=limits, scheduler_args=(*system.UNSHED, *scheduler_args))
 
 
 # -- what a hit saves ------------------------------------------------------------------------------
@@ -70,7 +69,7 @@ async def _cached_over_cold(stack: Stack, rounds: int, crowd: int) -> Measured:
             hit_tokens = await ask(prefix, "cached")
             if hit_tokens < PREFIX_TOKENS:
                 raise RuntimeError(f"only {hit_tokens} tokens of the prefix were cached")
-    return median_ratio(times_ms["cached"], times_ms["cold"], ms=rounded(times_ms))
+    return system.median_ratio(times_ms["cached"], times_ms["cold"], ms=system.rounded(times_ms))
 
 
 @entry("kv.prefix_ttft_ratio", "of cold", at_most(0.2))
@@ -113,7 +112,7 @@ async def _conversations(stack: Stack) -> tuple[list[GenerateResult], list[Octav
     async with AsyncClient(stack.endpoint) as client:
         talks = [_converse(client, seed) for seed in range(CONVERSATIONS)]
         ends = await asyncio.gather(*talks, return_exceptions=True)
-        await until_idle(client, 1)
+        await system.until_idle(client, 1)
     turns: list[GenerateResult] = []
     errors: list[OctavoError] = []
     for end in ends:

@@ -1,13 +1,17 @@
-"""The laboratory itself: what chunking spares, and whether our generator agrees with a public one."""
+"""The laboratory itself: its ladder, what chunking spares, whether our generator agrees with a public one."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import json
+import math
+import os
 import statistics
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,14 +19,17 @@ from octavo_lab.chunked import as_json
 from octavo_lab.chunked.experiment import ChunkedConfig, measure
 from octavo_lab.datasets.load import DatasetConfig, load
 from octavo_lab.datasets.tokenizers import FileTokenizer
+from octavo_lab.ladder.config import QUICK
+from octavo_lab.ladder.experiment import Experiment
+from octavo_lab.ladder.report import make_report, write
+from octavo_lab.ladder.workload import Workload
 from octavo_lab.load.arrivals import Closed, Process, Replay
 from octavo_lab.load.generator import Traffic, generate
 from octavo_lab.load.summary import summarize
 from octavo_lab.load.target import Request
 from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
-from octavo_lab.scorecard import Measured, at_most, entry
+from octavo_lab.scorecard import Measured, at_least, at_most, entry, system
 from octavo_lab.scorecard.demo_model import quiet
-from octavo_lab.scorecard.system import ROUNDS
 from octavo_lab.scorecard.vllm_server import BENCH_SERVE, MODEL, VllmServer, vllm_serve
 
 
@@ -79,7 +86,7 @@ async def generator_agreement() -> Measured:
         async with vllm_serve(*flags) as server:
             _, at_s = await _their_turn(server, requests[:NUM_WARM_UP], Path(scratch), OPEN_LOOP)
             await _our_turn(server, requests[:NUM_WARM_UP], Replay(at_s))
-            for _ in range(ROUNDS):
+            for _ in range(system.ROUNDS):
                 for traffic in (ALONE, OPEN_LOOP):
                     figures, at_s = await _their_turn(server, requests, Path(scratch), traffic)
                     theirs[traffic].append(figures)
@@ -166,3 +173,67 @@ async def _our_turn(server: VllmServer, requests: Sequence[Request], arrivals: P
     }
     found = {name: 1000.0 * value for name, value in times.items() if value is not None}
     return {"output_throughput": summary.makespan_output_tokens_per_s, **found}
+
+
+# -- static against continuous, contiguous against paged: the ladder's figures
+
+REPORT: Final = "report.json"
+_THROUGHPUT: Final = """tokens per second of a saturated service, continuous + paged + chunked prefill
+to the tuned control (static + contiguous)"""
+_P50: Final = (
+    """end-to-end P50 at the control's capacity, continuous + paged + chunked prefill to the control"""
+)
+_KV_USE: Final = """written slots over all slots of the paged pool, over the time in which requests waited,
+saturated"""
+
+
+def _figure(name: str) -> Measured:
+    """Return a figure of the report's comparison: a share, or an estimate with its bounds."""
+    report = _report()
+    compared, hardware = report["comparison"], report["environments"][-1]["hardware"]
+    details = {
+        "preset": report["config"]["preset"],
+        "partial": report["partial"],
+        "begun": report["started_at"],
+        "on": f"{hardware['cpu']}, {hardware['cores']} cores",
+    }
+    found = compared[name]
+    if found is None:
+        return Measured(math.nan, {"why": "too few requests, or the arms were not measured", **details})
+    if not isinstance(found, dict):
+        return Measured(found, details)
+    if name == "throughput_ratio" and compared["throughput_of_best_static"]:
+        details["to the best static arm"] = compared["throughput_of_best_static"]["value"]
+    return Measured(found["value"], {"low": found["low"], "high": found["high"], **details})
+
+
+def _report() -> dict[str, Any]:
+    """Return the report in the folder that OCTAVO_LADDER names (`octavo bench ladder --preset full`).
+
+    Without it the two arms that are compared are measured now, which takes half an hour. Each entry has a
+    process of its own; those of one scorecard share what the first of them has measured.
+    """
+    named = os.environ.get("OCTAVO_LADDER")
+    folder = Path(named) if named else Path(tempfile.gettempdir()) / f"octavo-ladder-{os.getppid()}"
+    if not named and not (folder / REPORT).exists():
+        config = replace(QUICK, budget_s=30 * 60.0)
+        experiment = Experiment(config, folder, Workload(config), lambda what, fraction, left_s: None)
+        experiment.run()
+        write(make_report(experiment.measured()), folder)
+    report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    return report
+
+
+for name, unit, target, measures in (
+    # At the highest rung, 1.5 times the capacity of the best arm.
+    ("throughput_ratio", "times", at_least(1.5), _THROUGHPUT),
+    # Over all requests, those without an answer as slower than all others.
+    ("p50_ratio", "ratio", at_most(0.6), _P50),
+    # From at least 500 requests of each.
+    ("p99_ratio", "ratio", at_most(0.5), "the same for the P99"),
+    # At the highest rung.
+    ("kv_use_paged", "share", at_least(0.93), _KV_USE),
+    # The control knows each answer's length, so it reserves no more than it needs.
+    ("kv_use_static", "share", None, "the same of the control's contiguous memory"),
+):
+    entry(f"lab.{name}", unit, target, long=True, measures=measures)(partial(_figure, name))

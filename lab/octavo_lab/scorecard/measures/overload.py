@@ -27,8 +27,7 @@ from octavo_lab.load.targets.octavo import OctavoTarget
 from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
 from octavo_lab.overload.drive import TTFT_SLO_S, Calibration, Mix, at_load, calibrate, drive, through, watch
 from octavo_lab.overload.timeline import Timeline
-from octavo_lab.scorecard import Measured, at_least, at_most, entry
-from octavo_lab.scorecard.system import cpu_s, running
+from octavo_lab.scorecard import Measured, at_least, at_most, entry, system
 from octavo_lab.scorecard.vllm_server import vllm_serve
 
 SEATS: Final = 16
@@ -62,7 +61,7 @@ async def goodput_ratio() -> Measured:
     Goodput: answered, TTFT under 1.5 s, mean TPOT under 4 times the unloaded one.
     """
     rows = {}
-    with running(worker_args=_SEATS_FLAGS) as stack:
+    with system.running(worker_args=_SEATS_FLAGS) as stack:
         async with OctavoTarget(stack.endpoint) as target:
             measured = await calibrate(target, Mix(), 2 * SEATS, CALIBRATE_S)
             for load in (0.9, 2.0):
@@ -82,7 +81,7 @@ async def goodput_vs_vllm() -> Measured:
     Same model, executor and traffic. `vllm serve` has no bound on its queue, only on what runs.
     """
     limits = ("--max-num-batched-tokens", "512", "--max-model-len", "1024")
-    with running(worker_args=("--runner", "vllm", *_SEATS_FLAGS, *limits)) as stack:
+    with system.running(worker_args=("--runner", "vllm", *_SEATS_FLAGS, *limits)) as stack:
         async with OctavoTarget(stack.endpoint) as target:
             measured = await calibrate(target, Mix(), 2 * SEATS, 2 * CALIBRATE_S)
             rate = 2 * measured.capacity_per_s
@@ -108,7 +107,7 @@ async def recovery_s() -> Measured:
     model's: a P99 wants hundreds of requests.
     """
     plain = Mix(vocabulary=_SIM_VOCABULARY)
-    with running(model="sim", worker_args=(*_SIM, "4", *_SEATS_FLAGS)) as stack:
+    with system.running(model="sim", worker_args=(*_SIM, "4", *_SEATS_FLAGS)) as stack:
         async with OctavoTarget(stack.endpoint) as target:
             measured = await calibrate(target, plain, 2 * SEATS, CALIBRATE_S)
             capacity = measured.capacity_per_s
@@ -136,7 +135,7 @@ async def _interactive_p99_s(backlog: int) -> float:
     settings = {"scheduler_args": (*room, "--max-waiting-tokens", "none"), "model": "sim"}
     batch = Mix(vocabulary=_SIM_VOCABULARY, output_tokens=(200, 300), options={"priority": "batch"})
     interactive = Mix(vocabulary=_SIM_VOCABULARY, output_tokens=(8, 16), options={"priority": "interactive"})
-    with running(worker_args=(*_SIM, "4", *_SEATS_FLAGS), **settings) as stack:
+    with system.running(worker_args=(*_SIM, "4", *_SEATS_FLAGS), **settings) as stack:
         async with OctavoTarget(stack.endpoint) as flood, OctavoTarget(stack.endpoint) as target:
             # 2,000 more take the place of those that are done.
             requests = batch.requests(backlog + 2000, seed=5)
@@ -172,7 +171,7 @@ async def refusals_per_s() -> Measured:
     long = common_pb2.SamplingParams(max_tokens=500, ignore_eos=True)
     refused = pb.GenerateRequest(request_id="refused", text="x" * 2000, terms=terms)
     slow = (*_SIM, "0.05", "--max-num-seqs", "1")
-    with running(model="sim", worker_args=slow, scheduler_args=full) as stack:
+    with system.running(model="sim", worker_args=slow, scheduler_args=full) as stack:
         scheduler, memory = stack.scheduler, psutil.Process(stack.scheduler.process.pid).memory_info
         async with grpc.aio.insecure_channel(stack.endpoint) as channel:
             # The stubs' types know the synchronous kind only.
@@ -182,13 +181,13 @@ async def refusals_per_s() -> Measured:
                 await session.write(pb.SessionRequest(generate=filler))
                 await session.read()
             await _flood(session, refused, REFUSALS // 4)
-            alone_s = -cpu_s(scheduler)
+            alone_s = -system.cpu_s(scheduler)
             await _flood(session, refused, REFUSALS // 4, together=False)
-            alone_s += cpu_s(scheduler)
-            rss, spent_s, began = memory().rss, -cpu_s(scheduler), time.perf_counter()
+            alone_s += system.cpu_s(scheduler)
+            rss, spent_s, began = memory().rss, -system.cpu_s(scheduler), time.perf_counter()
             await _flood(session, refused, REFUSALS)
             took_s = time.perf_counter() - began
-            spent_s += cpu_s(scheduler)
+            spent_s += system.cpu_s(scheduler)
             growth_mib = (memory().rss - rss) / 2**20
             session.cancel()
     details = {

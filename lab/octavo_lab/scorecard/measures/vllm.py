@@ -21,22 +21,9 @@ from octavo.aio import AsyncClient
 from octavo.sampling import SamplingParams
 from octavo.stack import free_port
 
-from octavo_lab.scorecard import Measured, at_least, at_most, entry
+from octavo_lab.scorecard import Measured, at_least, at_most, entry, system
 from octavo_lab.scorecard.demo_model import demo_engine, judged, transformers_model
 from octavo_lab.scorecard.runner_workload import Job, PlanWorkload, greedy_jobs
-from octavo_lab.scorecard.system import (
-    ROUNDS,
-    UNSHED,
-    Rate,
-    completion,
-    cpu_s,
-    in_turns,
-    median_ratio,
-    metrics,
-    rounded,
-    running,
-    tokens_per_s,
-)
 from octavo_lab.scorecard.vllm_server import MODEL, enter, limits, vllm_serve
 
 BLOCK_SIZE: Final = 32
@@ -111,7 +98,7 @@ async def _gap(concurrency: int) -> Measured:
     """Return the mean gap over the mean step, as the worker saw them while all requests decoded."""
     port = str(free_port())
     args = ("--runner", "vllm", "--num-blocks", "1024", "--max-model-len", "1024", "--metrics-port", port)
-    with running(worker_args=args) as stack:
+    with system.running(worker_args=args) as stack:
         async with AsyncClient(stack.endpoint) as client:
             decoding = [asyncio.Event() for _ in range(concurrency)]
 
@@ -144,7 +131,7 @@ async def _gap(concurrency: int) -> Measured:
 
 def _sums(port: str) -> dict[str, float]:
     """Read the sums of the worker's histograms, and the number of steps."""
-    text = metrics(f"http://127.0.0.1:{port}")
+    text = system.metrics(f"http://127.0.0.1:{port}")
     sums = re.findall(r"^octavo_worker_(step|bubble|overhead|copy)_seconds_sum (\S+)$", text, re.MULTILINE)
     count = re.findall(r"^octavo_worker_step_seconds_(count) (\S+)$", text, re.MULTILINE)
     return {name: float(value) for name, value in (*sums, *count)}
@@ -156,7 +143,8 @@ for size, number, bound in (("b1", "one request", 0.05), ("b32", "32 requests", 
         "share of a step",
         at_most(bound),
         long=True,
-        measures=f"mean gap between two steps of vLLM with {number}, over {NUM_STEPS} steps of a running stack",
+        measures=f"mean gap between two steps of vLLM with {number}, "
+        f"over {NUM_STEPS} steps of a running stack",
     )(partial(_gap, int(size[1:])))
 
 
@@ -166,7 +154,7 @@ PROMPT_TOKENS: Final = 128
 OUTPUT_TOKENS: Final = 64
 SEATS: Final = 32
 _STACK: Final[dict[str, Any]] = {
-    "scheduler_args": UNSHED,
+    "scheduler_args": system.UNSHED,
     "worker_args": ("--runner", "vllm", *limits(SEATS)),
 }
 _GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
@@ -184,11 +172,11 @@ async def _octavo_rate(client: AsyncClient, concurrency: int) -> float:
         )
         return len(result.token_ids)
 
-    return await tokens_per_s(ask, 2 * concurrency, concurrency, OUTPUT_TOKENS)
+    return await system.tokens_per_s(ask, 2 * concurrency, concurrency, OUTPUT_TOKENS)
 
 
 @asynccontextmanager
-async def _serve(concurrency: int) -> AsyncIterator[Rate]:
+async def _serve(concurrency: int) -> AsyncIterator[system.Rate]:
     """`vllm serve`, in the environment that our worker makes for itself."""
     async with (
         vllm_serve(*limits(SEATS, serve=True)) as server,
@@ -196,16 +184,13 @@ async def _serve(concurrency: int) -> AsyncIterator[Rate]:
     ):
 
         async def ask(number: int) -> int:
-            prompt = _prompt(number)
-            return await completion(
-                session, server.base_url, model=MODEL, prompt=prompt, max_tokens=OUTPUT_TOKENS
-            )
+            return await system.completion(session, server.base_url, MODEL, _prompt(number), OUTPUT_TOKENS)
 
-        yield lambda: tokens_per_s(ask, 2 * concurrency, concurrency, OUTPUT_TOKENS)
+        yield lambda: system.tokens_per_s(ask, 2 * concurrency, concurrency, OUTPUT_TOKENS)
 
 
 @asynccontextmanager
-async def _executor(concurrency: int) -> AsyncIterator[Rate]:
+async def _executor(concurrency: int) -> AsyncIterator[system.Rate]:
     """An engine over vLLM in this process, without a server."""
     with demo_engine("vllm", num_blocks=1024, max_model_len=1024, max_num_seqs=SEATS) as engine:
         workload, count = PlanWorkload(engine, None, concurrency), 2 * concurrency
@@ -220,11 +205,13 @@ async def _executor(concurrency: int) -> AsyncIterator[Rate]:
         yield rate
 
 
-async def _ratio(peer: AbstractAsyncContextManager[Rate], concurrency: int) -> Measured:
-    with running(**_STACK) as stack:
+async def _ratio(peer: AbstractAsyncContextManager[system.Rate], concurrency: int) -> Measured:
+    with system.running(**_STACK) as stack:
         async with AsyncClient(stack.endpoint) as client, peer as other:
-            rates = await in_turns({"octavo": partial(_octavo_rate, client, concurrency), "other": other})
-    return median_ratio(*rates.values(), **rounded(rates))
+            rates = await system.in_turns(
+                {"octavo": partial(_octavo_rate, client, concurrency), "other": other}
+            )
+    return system.median_ratio(*rates.values(), **system.rounded(rates))
 
 
 async def _against_serve(concurrency: int) -> Measured:
@@ -256,20 +243,24 @@ async def cpu_us_per_token() -> Measured:
 
     The worker's shell is its main thread; the engine's thread and those of OpenMP are not in it.
     """
-    with running(**_STACK) as stack:
+    with system.running(**_STACK) as stack:
         worker = psutil.Process(stack.workers[0].process.pid)
 
         def spent_s() -> dict[str, float]:
             (shell,) = [thread for thread in worker.threads() if thread.id == worker.pid]
             shell_s = shell.user_time + shell.system_time
-            return {"scheduler": cpu_s(stack.scheduler), "worker shell": shell_s, "client": cpu_s()}
+            return {
+                "scheduler": system.cpu_s(stack.scheduler),
+                "worker shell": shell_s,
+                "client": system.cpu_s(),
+            }
 
         async with AsyncClient(stack.endpoint) as client:
             await _octavo_rate(client, SEATS)
             before = spent_s()
-            for _ in range(ROUNDS):
+            for _ in range(system.ROUNDS):
                 await _octavo_rate(client, SEATS)
             after = spent_s()
-    tokens = ROUNDS * 2 * SEATS * OUTPUT_TOKENS
+    tokens = system.ROUNDS * 2 * SEATS * OUTPUT_TOKENS
     per_token = {name: (after[name] - before[name]) / tokens * 1e6 for name in after}
     return Measured(sum(per_token.values()), {name: round(value, 1) for name, value in per_token.items()})
