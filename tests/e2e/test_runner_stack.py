@@ -15,7 +15,7 @@ from octavo import AsyncClient, Client
 from octavo.sampling import SamplingParams
 from octavo.stack import Stack, StackConfig
 from octavo.v1 import operations_pb2, operations_pb2_grpc
-from octavo_lab.scorecard.measures.e2e import until_idle
+from octavo_lab.scorecard.system import until_idle
 from octavo_lab.scorecard.runner_workload import Job, Reference
 from transformers import LlamaConfig
 

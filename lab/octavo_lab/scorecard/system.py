@@ -93,8 +93,8 @@ async def completion(
     session: aiohttp.ClientSession, base: str, model: str, prompt: str | list[int], max_tokens: int
 ) -> int:
     """Stream a greedy completion over HTTP; return how many tokens the server says it has sent."""
-    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    body.update(stream=True, stream_options={"include_usage": True})
+    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": max_tokens}
+    body.update(temperature=0, ignore_eos=True, stream=True, stream_options={"include_usage": True})
     last = b""
     async with session.post(f"{base}/v1/completions", json=body) as answer:
         answer.raise_for_status()
