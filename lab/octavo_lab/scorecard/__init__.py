@@ -4,7 +4,7 @@ A measure is a function in a module of `octavo_lab.scorecard.measures`. The firs
 says what is measured; what follows says how.
 
     @entry("e2e.idle_cpu", "% of a core", at_most(1))
-    async def idle_cpu() -> Measured:
+    async def idle_cpu() -> Measurement:
         '''CPU of the busiest process of a stack that has nothing to do'''
 """
 
@@ -22,7 +22,7 @@ MEASURES: Final = "octavo_lab.scorecard.measures"
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """A value, and the facts behind it."""
 
     value: float
@@ -30,31 +30,31 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """A bound that the value must keep: at least as large, or else at most."""
+class Bound:
+    """What was promised of a value: to be at least the limit, or else at most."""
 
-    bound: float
+    limit: float
     at_least: bool
 
     def met(self, value: float) -> bool:
         """Return whether the value keeps it."""
-        return value >= self.bound if self.at_least else value <= self.bound
+        return value >= self.limit if self.at_least else value <= self.limit
 
     def __str__(self) -> str:
-        return f"{'≥' if self.at_least else '≤'} {self.bound:g}"
+        return f"{'≥' if self.at_least else '≤'} {self.limit:g}"
 
 
-def at_most(bound: float) -> Target:
-    """Return the target of a value that must not exceed `bound`."""
-    return Target(bound, at_least=False)
+def at_most(limit: float) -> Bound:
+    """Return the target of a value that must not exceed `limit`."""
+    return Bound(limit, at_least=False)
 
 
-def at_least(bound: float) -> Target:
-    """Return the target of a value that must reach `bound`."""
-    return Target(bound, at_least=True)
+def at_least(limit: float) -> Bound:
+    """Return the target of a value that must reach `limit`."""
+    return Bound(limit, at_least=True)
 
 
-Outcome = float | Measured
+Outcome = float | Measurement
 Measure = Callable[[], Outcome | Coroutine[Any, Any, Outcome]]
 _M = TypeVar("_M", bound=Measure)
 
@@ -66,7 +66,7 @@ class Entry:
     name: str
     measures: str
     unit: str
-    target: Target | None
+    target: Bound | None
     long: bool
     measure: Measure
 
@@ -76,7 +76,7 @@ entries: Final[dict[str, Entry]] = {}
 
 
 def entry(
-    name: str, unit: str, target: Target | None = None, *, long: bool = False, measures: str = ""
+    name: str, unit: str, target: Bound | None = None, *, long: bool = False, measures: str = ""
 ) -> Callable[[_M], _M]:
     """Register a function that measures; `measures` takes the place of its docstring's first paragraph."""
 

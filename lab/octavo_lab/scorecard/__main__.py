@@ -40,33 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         print(output.table(("NAME", "UNIT", "TARGET", "", "MEASURES"), rows))
         return 0
-    widths = (
-        max(map(len, ("NAME", *(one.name for one in entries)))),
-        max(map(len, ("UNIT", *(one.unit for one in entries)))),
-        max(map(len, ("TARGET", *(str(one.target or "") for one in entries)))),
-    )
-    print(output.paint(_line(widths, ("NAME", "VALUE", "UNIT", "TARGET")) + "VERDICT", "bold"), flush=True)
+    name, unit = (max(len(getattr(one, cell)) for one in entries) for cell in ("name", "unit"))
+    row = f"{{:{name}}}  {{:>10}}  {{:{unit}}}  {{:6}}  "
+    print(output.paint(row.format("NAME", "VALUE", "UNIT", "TARGET") + "VERDICT", "bold"), flush=True)
     records: list[Record] = []
     for one in entries:
-        records.append(not_run(one) if one.long and not parsed.long else run(one))
-        print(_row(widths, records[-1]), flush=True)
+        found = not_run(one) if one.long and not parsed.long else run(one)
+        value = "" if found["value"] is None else format_value(found["value"])
+        reason = f": {' '.join(found['reason'].split())[:160]}" if found["reason"] else ""
+        verdict = output.paint(found["verdict"], _COLOURS[found["verdict"]])
+        print(row.format(one.name, value, one.unit, found["target"] or "") + verdict + reason, flush=True)
         # After each, so that an interrupted run leaves what it has.
+        records.append(found)
         parsed.out.parent.mkdir(parents=True, exist_ok=True)
         parsed.out.write_text(json.dumps(records, indent=2) + "\n")
     print(f"\nwritten to {parsed.out}")
-    return 1 if any(record["verdict"] == "error" for record in records) else 0
-
-
-def _line(widths: tuple[int, int, int], cells: tuple[str, str, str, str]) -> str:
-    (name, unit, target), (left, value, middle, right) = widths, cells
-    return f"{left:{name}}  {value:>10}  {middle:{unit}}  {right:{target}}  "
-
-
-def _row(widths: tuple[int, int, int], record: Record) -> str:
-    value = "" if record["value"] is None else format_value(record["value"])
-    verdict = output.paint(record["verdict"], _COLOURS[record["verdict"]])
-    reason = f": {' '.join(record['reason'].split())[:160]}" if record["reason"] else ""
-    return _line(widths, (record["name"], value, record["unit"], record["target"] or "")) + verdict + reason
+    return 1 if any(found["verdict"] == "error" for found in records) else 0
 
 
 def format_value(value: float) -> str:

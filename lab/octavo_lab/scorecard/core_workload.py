@@ -6,8 +6,9 @@ import itertools
 import random
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ParamSpec
 
 from octavo.protocol.keys import chain
@@ -119,55 +120,64 @@ def admit_us(num_workers: int, num_requests: int) -> float:
     return 1e6 * statistics.median(core.submit_s)
 
 
-@dataclass(slots=True)
 class WaitWatch:
-    """Counts, for each request that is passed by higher classes, the starts since its turn was due.
+    """Notes who starts when, to judge how often requests are passed by higher classes.
 
-    Docs/scheduler.md promises: at most `stride * (1 + those due before it)`. Requests are told by their seed.
+    Requests are told by their seeds.
     """
 
-    core: SchedulerCore
-    worst: float = 0.0
-    judged: int = 0
-    _waiting: dict[int, NewRequest] = field(default_factory=dict)
-    _due_at: dict[int, float] = field(default_factory=dict)
-    _due: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Of those that have come of age: starts until then, and how many more may come before theirs."""
-    _starts: int = 0
+    def __init__(self, config: CoreConfig) -> None:
+        self._config = config
+        self._due_at: dict[int, float] = {}
+        """When they come of age."""
+        self._passed: set[int] = set()
+        """Those of lower classes, which others may pass."""
+        self._left_at: dict[int, float] = {}
+        """When they began to run or were refused."""
+        self._starts: list[tuple[float, int]] = []
 
     def submitted(self, spec: NewRequest, now: float) -> None:
         """A request has been sent."""
         seed = spec.sampling.seed or 0
-        self._waiting[seed] = spec
-        self._due_at[seed] = now + self.core.config.aging_s[spec.priority]
+        self._due_at[seed] = now + self._config.aging_s[spec.priority]
+        if spec.priority is not Priority.INTERACTIVE:
+            self._passed.add(seed)
 
     def effects(self, effects: list[Effect], now: float) -> None:
-        """Count starts, and who has come of age."""
-        admits = [a for effect in effects if isinstance(effect, SendPlan) for a in effect.plan.admit]
+        """Note starts and refusals."""
         for effect in effects:
             if isinstance(effect, Reject):
-                self._waiting.pop(int(effect.request_id), None)
-        if not admits:
-            return
-        stride = self.core.config.aging_stride
-        for seed, spec in self._waiting.items():
-            at = self._due_at[seed]
-            if spec.priority is not Priority.INTERACTIVE and seed not in self._due and at <= now:
-                ahead = sum(self._due_at[other] <= at for other in self._waiting) - 1
-                self._due[seed] = (self._starts, stride * (1 + ahead))
-        for admit in admits:
-            self._starts += 1
-            seed = admit.sampling.seed or 0
-            if self._waiting.pop(seed, None) is not None and seed in self._due:
-                since, bound = self._due.pop(seed)
-                self.worst = max(self.worst, (self._starts - since) / bound)
-                self.judged += 1
+                self._left_at.setdefault(int(effect.request_id), now)
+            elif isinstance(effect, SendPlan):
+                for admit in effect.plan.admit:
+                    self._left_at.setdefault(admit.sampling.seed or 0, now)
+                    self._starts.append((now, admit.sampling.seed or 0))
+
+    def over_bound(self) -> list[float]:
+        """Return, of each that came of age and then started, the starts since then over what is promised.
+
+        Docs/scheduler.md promises at most `stride * (1 + those due before it)`.
+        """
+        found = []
+        for number, (now, seed) in enumerate(self._starts, start=1):
+            due_at = self._due_at[seed]
+            if seed not in self._passed or due_at > now:
+                continue
+            self._passed.remove(seed)
+            since = bisect_left(self._starts, (due_at, 0))
+            ahead = sum(
+                at <= due_at and self._left_at.get(other, due_at) >= due_at
+                for other, at in self._due_at.items()
+            )
+            found.append((number - since) / (self._config.aging_stride * ahead))
+        return found
 
 
-def aging(seconds: float) -> WaitWatch:
-    """Flood two workers with interactive requests beside a few of the other classes."""
-    watch = WaitWatch(SchedulerCore(CoreConfig(max_waiting_requests=60)))
-    cell = cell_of(watch.core, 2, watch, max_num_seqs=8)
+def waits_over_bound(seconds: float) -> list[float]:
+    """Flood two workers with interactive requests beside a few of the other classes, and watch these."""
+    config = CoreConfig(max_waiting_requests=60)
+    watch = WaitWatch(config)
+    cell = cell_of(SchedulerCore(config), 2, watch, max_num_seqs=8)
     rng, seeds = random.Random(3), itertools.count(1)
     for priority, rate in ((Priority.INTERACTIVE, 60.0), (Priority.STANDARD, 0.4), (Priority.BATCH, 0.2)):
         for arrival in traffic(rng, rate, seconds, (20, 200), (5, 60)):
@@ -175,7 +185,7 @@ def aging(seconds: float) -> WaitWatch:
             paced = priority is not Priority.INTERACTIVE
             cell.submit_at(arrival.at, replace(request, priority=priority, paced=paced))
     cell.loop.run(until=seconds)
-    return watch
+    return watch.over_bound()
 
 
 def gaps_under_prompts(target_itl_s: float | None, seconds: float) -> list[float]:

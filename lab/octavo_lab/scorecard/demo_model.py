@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from octavo_lab.scorecard.runner_workload import Job, Reference
+from octavo_lab.scorecard.runner_workload import EngineJob, Reference
 from worker_svc.engine.loop import StepEngine
 
 
@@ -66,7 +66,7 @@ def transformers_generate_s(model: Any, prompts: Sequence[Sequence[int]], num_to
     return elapsed
 
 
-def judged(reference: Any, jobs: Sequence[Job]) -> dict[str, int]:
+def judged(reference: Any, jobs: Sequence[EngineJob]) -> dict[str, int]:
     """Count the tokens of greedy jobs that a model of transformers would not have chosen."""
     judge = Reference(reference)
     verdicts = [judge.mismatches(job) for job in jobs]

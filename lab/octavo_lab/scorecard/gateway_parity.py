@@ -6,85 +6,21 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 LOGPROB_TOLERANCE: Final = 2e-3
 Position = tuple[str, float, dict[str, float]]
 """Token, log probability, and the best tokens with theirs."""
 _TIMEOUT_S: Final = 300.0
-_TEXTS: Final = (
-    "The capital of France is",
-    "One, two, three,",
-    "Once upon a time, in a small house by the river,",
-    "def fibonacci(n):\n    ",
-    "Grüße aus Köln! Das Wetter ist",
-    "你好世界。今天",
-    "The first president of the United States was",
-    "Q: What is 2 + 2?\nA:",
-)
-_QUESTIONS: Final = (
-    "What is the capital of France?",
-    "Name three colours.",
-    "Write a line of a poem with an emoji in it.",
-    "Count from one to five.",
-    "How do I boil an egg?",
-)
-
-
 Question = tuple[str, dict[str, Any]]
 """Path and body of a request."""
 
 
 def questions() -> list[Question]:
     """Return fifty greedy requests that use what both servers have."""
-    completions: list[dict[str, Any]] = [{"prompt": text} for text in _TEXTS]
-    completions += [{"prompt": text, "logprobs": 3} for text in _TEXTS[:6]]
-    completions += [
-        {"prompt": _TEXTS[1], "stop": ["five", ", six"], "max_tokens": 30},
-        {"prompt": _TEXTS[1], "stop": " four", "stream": True},
-        {"prompt": _TEXTS[2], "stop": [".", "\n"], "logprobs": 1},
-        {"prompt": _TEXTS[0], "min_tokens": 12, "max_tokens": 20},
-        {"prompt": _TEXTS[0], "ignore_eos": True, "max_tokens": 40},
-        {"prompt": _TEXTS[2], "repetition_penalty": 1.3},
-        {"prompt": _TEXTS[2], "presence_penalty": 0.7, "frequency_penalty": 0.4},
-        {"prompt": _TEXTS[0], "logit_bias": {"260": 5.0, "7042": -100.0}},
-        {"prompt": _TEXTS[0], "stop_token_ids": [30], "max_tokens": 30},
-        {"prompt": _TEXTS[0], "echo": True},
-        {"prompt": [1, 504, 3575, 282], "logprobs": 0},
-        {"prompt": list(_TEXTS[:3])},
-        {"prompt": [[504, 3575], [57, 1442, 28]], "stream": True},
-        {"prompt": _TEXTS[4], "stream": True, "logprobs": 2},
-        {"prompt": _TEXTS[5], "stream": True, "max_tokens": 24},
-        {"prompt": _TEXTS[3], "skip_special_tokens": False, "max_tokens": 48},
-        {"prompt": _TEXTS[6], "return_token_ids": True},
-        {"prompt": _TEXTS[7], "max_tokens": 1},
-    ]
-    chats: list[dict[str, Any]] = [_chat(question) for question in _QUESTIONS]
-    chats += [_chat(question, stream=True) for question in _QUESTIONS[:3]]
-    chats += [_chat(question, logprobs=True, top_logprobs=3) for question in _QUESTIONS[:4]]
-    chats += [
-        _chat(_QUESTIONS[2], logprobs=True, top_logprobs=1, stream=True),
-        _chat(_QUESTIONS[0], system="Answer in one word."),
-        _chat([{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of Italy?"}]),
-        _chat(_QUESTIONS[3], stop=["three"]),
-        _chat(_QUESTIONS[4], max_completion_tokens=5),
-        _chat(_QUESTIONS[1], repetition_penalty=1.2),
-    ]
-    for chat in chats:
-        if "max_completion_tokens" not in chat:
-            chat["max_tokens"] = 24
-    found = [("/v1/completions", {"max_tokens": 16, **body}) for body in completions]
-    found += [("/v1/chat/completions", body) for body in chats]
-    for _, body in found:
-        body["temperature"] = 0
-        if body.get("stream"):
-            body["stream_options"] = {"include_usage": True}
-    return found
-
-
-def _chat(content: Any, system: str | None = None, **body: Any) -> dict[str, Any]:
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    return {"messages": [*messages, {"role": "user", "content": content}], **body}
+    lines = (Path(__file__).parent / "gateway_questions.jsonl").read_text(encoding="utf-8").splitlines()
+    return [(one["path"], one["body"]) for one in map(json.loads, lines)]
 
 
 def answer(base: str, model: str, question: Question) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from octavo_lab.scorecard import Entry, Measured, load
+from octavo_lab.scorecard import Entry, Measurement, load
 
 TIMEOUT_S: Final = 300.0
 LONG_TIMEOUT_S: Final = 3600.0
@@ -84,7 +84,7 @@ def measure(name: str) -> Record:
         outcome = asyncio.run(returned) if isinstance(returned, Coroutine) else returned
     except Exception as error:  # noqa: BLE001 # whatever it is, the other entries go on
         return {"reason": f"{type(error).__name__}: {error}"}
-    measured = outcome if isinstance(outcome, Measured) else Measured(outcome)
+    measured = outcome if isinstance(outcome, Measurement) else Measurement(outcome)
     return {"value": float(measured.value), "details": dict(measured.details)}
 
 

@@ -17,7 +17,7 @@ from octavo.aio import AsyncClient
 from octavo.stack import Child, Stack, StackConfig
 from octavo.status import Status
 
-from octavo_lab.scorecard import Measured
+from octavo_lab.scorecard import Measurement
 
 READY_S: Final = 1200.0
 """vLLM compiles while it starts."""
@@ -142,9 +142,9 @@ async def in_turns(arms: Mapping[str, Rate], rounds: int = ROUNDS) -> dict[str, 
     return found
 
 
-def median_ratio(over: Sequence[float], under: Sequence[float], **details: Any) -> Measured:
+def median_ratio(over: Sequence[float], under: Sequence[float], **details: Any) -> Measurement:
     """Return the ratio of two medians."""
-    return Measured(statistics.median(over) / statistics.median(under), details)
+    return Measurement(statistics.median(over) / statistics.median(under), details)
 
 
 def rounded(figures: Mapping[str, Sequence[float]], digits: int = 1) -> dict[str, list[float]]:

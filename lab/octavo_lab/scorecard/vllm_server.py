@@ -155,13 +155,10 @@ async def _comes_up(process: subprocess.Popen[bytes], base_url: str) -> bool:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a server and what it started."""
-    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    process.terminate()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for child in children:
-        if child.is_running():
-            child.kill()
+    root = psutil.Process(process.pid)
+    family = [root, *root.children(recursive=True)]
+    root.terminate()
+    _, alive = psutil.wait_procs(family, 20)
+    for one in alive:
+        one.kill()
+    process.wait()

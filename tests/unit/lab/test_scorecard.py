@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from octavo_lab import scorecard
-from octavo_lab.scorecard import Entry, Target, at_least, at_most, load, runner
+from octavo_lab.scorecard import Bound, Entry, at_least, at_most, load, runner
 from octavo_lab.scorecard.__main__ import format_value, main
 
 SOURCE = """
 import asyncio, os
-from octavo_lab.scorecard import Measured, at_least, at_most, entry
+from octavo_lab.scorecard import Measurement, at_least, at_most, entry
 
 @entry("try.ok", "ms", at_most(10))
 def ok() -> float:
@@ -27,10 +27,10 @@ def ok() -> float:
     return 9.5
 
 @entry("try.short", "ratio", at_least(2))
-async def short() -> Measured:
+async def short() -> Measurement:
     '''a value that does not'''
     await asyncio.sleep(0)
-    return Measured(1.5, {"why": "too slow"})
+    return Measurement(1.5, {"why": "too slow"})
 
 @entry("try.plain", "count", measures="a value without a target")
 def plain() -> float:
@@ -141,7 +141,7 @@ def test_measure_past_its_time_is_stopped(measures: Path, monkeypatch: pytest.Mo
         (None, 1.0, "measured"),
     ],
 )
-def test_value_is_held_against_the_target(target: Target | None, value: float, verdict: str) -> None:
+def test_value_is_held_against_the_target(target: Bound | None, value: float, verdict: str) -> None:
     one = Entry("x", "x", "s", target, long=False, measure=lambda: value)
 
     assert runner.record(one, value)["verdict"] == verdict

@@ -17,7 +17,7 @@ import numpy as np
 
 from octavo_lab.fleet.arms import LATE
 from octavo_lab.fleet.experiments import Outcome, Traffic, execute_all, plan_runs, ratio
-from octavo_lab.scorecard import Measured, at_least, at_most, core_workload, entry
+from octavo_lab.scorecard import Measurement, at_least, at_most, core_workload, entry
 from octavo_lab.sim import InvariantError
 from octavo_lab.sim.chaos import CHAOS_CONFIG, Chaos, ChaosResult, ChaosSetting
 from scheduler_svc.planlog import PlanLogWriter, RecordingCore
@@ -32,7 +32,7 @@ def _million() -> ChaosResult:
 
 
 @entry("core.sim_violations", "violations", at_most(0), long=True)
-def sim_violations() -> Measured:
+def sim_violations() -> Measurement:
     """promises broken in a million faulty steps
 
     The monitor stops at the first. A run that had too little to do counts as one.
@@ -40,8 +40,8 @@ def sim_violations() -> Measured:
     try:
         result = _million()
     except InvariantError as error:
-        return Measured(1.0, {"broken": str(error)})
-    return Measured(0.0 if result.mean_running >= 8 else 1.0, asdict(result))
+        return Measurement(1.0, {"broken": str(error)})
+    return Measurement(0.0 if result.mean_running >= 8 else 1.0, asdict(result))
 
 
 @entry("core.sim_million_cpu_s", "s", at_most(300), long=True)
@@ -61,7 +61,7 @@ def report_to_plan_us_256() -> float:
 
 
 @entry("core.growth_1000_workers", "x", at_most(2))
-def growth_1000_workers() -> Measured:
+def growth_1000_workers() -> Measurement:
     """cost of a step among 1000 workers over that of one
 
     Steps of 8 sequences, in turns: single ones differ by half on a busy machine.
@@ -69,7 +69,7 @@ def growth_1000_workers() -> Measured:
     rounds = [
         [core_workload.steady_decode(workers, 8, 1000).step_us() for workers in (1, 1000)] for _ in range(5)
     ]
-    return Measured(
+    return Measurement(
         statistics.median(many / one for one, many in rounds),
         {"one_us": [one for one, _ in rounds], "thousand_us": [many for _, many in rounds]},
     )
@@ -85,28 +85,28 @@ def admit_us_1000_workers() -> float:
 
 
 @entry("core.max_wait_vs_bound", "x", at_most(1))
-def max_wait_vs_bound() -> Measured:
+def max_wait_vs_bound() -> Measurement:
     """longest wait behind higher classes over its bound
 
     A system is flooded with interactive requests; the others are watched.
     """
-    watch = core_workload.aging(90.0)
-    return Measured(watch.worst if watch.judged else float("nan"), {"judged": watch.judged})
+    waits = core_workload.waits_over_bound(90.0)
+    return Measurement(max(waits, default=float("nan")), {"judged": len(waits)})
 
 
 @entry("core.jitter_ms", "ms")
-def jitter_ms() -> Measured:
+def jitter_ms() -> Measurement:
     """P99 - P50 of the time between tokens while prompts arrive, latency critical
 
     Prefills are capped for a target of 40 ms; the same without a cap is in the details.
     """
     capped, free = (core_workload.gaps_under_prompts(target_itl_s, 60.0) for target_itl_s in (0.040, None))
     jitter, without = (1e3 * (_p99(gaps) - statistics.median(gaps)) for gaps in (capped, free))
-    return Measured(jitter, {"without_cap_ms": without, "p50_ms": 1e3 * statistics.median(capped)})
+    return Measurement(jitter, {"without_cap_ms": without, "p50_ms": 1e3 * statistics.median(capped)})
 
 
 @entry("core.fair_isolation", "x", at_most(1.2))
-def fair_isolation() -> Measured:
+def fair_isolation() -> Measurement:
     """a tenant's P99 TTFT beside a flood over that on its share alone
 
     Its fair share is half of the workers, of which it uses 80%.
@@ -115,15 +115,15 @@ def fair_isolation() -> Measured:
         _p99(core_workload.tenant_ttft_s(policy, workers, flood=flood, seconds=120.0))
         for policy, workers, flood in (("fair", 1, False), ("fair", 2, True), ("fcfs", 2, True))
     )
-    return Measured(beside / alone, {"alone_s": alone, "beside_s": beside, "beside_fcfs_s": fcfs})
+    return Measurement(beside / alone, {"alone_s": alone, "beside_s": beside, "beside_fcfs_s": fcfs})
 
 
 @entry("core.edf_gain", "x", at_least(1.1))
-def edf_gain() -> Measured:
+def edf_gain() -> Measurement:
     """deadlines met by edf over fcfs at 110% load"""
     rate = 1.1 * core_workload.capacity_per_s(60.0)
     edf, fcfs = (core_workload.deadlines_met(policy, rate, 120.0) for policy in ("edf", "fcfs"))
-    return Measured(edf / fcfs, {"edf": edf, "fcfs": fcfs, "rate_per_s": rate})
+    return Measurement(edf / fcfs, {"edf": edf, "fcfs": fcfs, "rate_per_s": rate})
 
 
 # -- late binding, prefixes and replay; the first two need the public traces
@@ -139,16 +139,16 @@ def _outcomes(condition: str, other: str, traffic: Traffic, seeds: int) -> list[
     return list(execute_all(runs, min(4, os.cpu_count() or 1)))
 
 
-def _p99_ratio(condition: str, other: str) -> Measured:
+def _p99_ratio(condition: str, other: str) -> Measurement:
     """Return the P99 TTFT of one queue over that of a router: the mean over seeds."""
     outcomes = _outcomes(condition, other, Traffic(requests=REQUESTS, load=0.9), seeds=3)
     found = ratio(outcomes, condition, (LATE, other), lambda o: o.ttft_p99_s)
     p99s = {f"{o.arm}, seed {o.seed}": round(o.ttft_p99_s, 3) for o in outcomes}
-    return Measured(found.mean, {"ratio": str(found), "ttft_p99_s": p99s, "requests": REQUESTS})
+    return Measurement(found.mean, {"ratio": str(found), "ttft_p99_s": p99s, "requests": REQUESTS})
 
 
 @entry("core.late_vs_round_robin", "ratio", at_most(0.6))
-def late_vs_round_robin() -> Measured:
+def late_vs_round_robin() -> Measurement:
     """P99 TTFT of one late-binding queue over that of round robin: Azure conversation trace at 90% of the
     capacity of eight simulated workers, mean over three windows
 
@@ -158,19 +158,19 @@ def late_vs_round_robin() -> Measured:
 
 
 @entry("core.late_vs_least_tokens", "ratio", at_most(1.05))
-def late_vs_least_tokens() -> Measured:
+def late_vs_least_tokens() -> Measurement:
     """the same over an exact least-tokens router, which sees every engine and knows every length"""
     return _p99_ratio("healthy", "least tokens")
 
 
 @entry("core.late_vs_least_tokens_degraded", "ratio", at_most(0.6))
-def late_vs_least_tokens_degraded() -> Measured:
+def late_vs_least_tokens_degraded() -> Measurement:
     """the same with one worker three times slower throughout and another draining at half time"""
     return _p99_ratio("degraded", "least tokens")
 
 
 @entry("core.prefix_hit_gain", "ratio", at_least(1.5))
-def prefix_hit_gain() -> Measured:
+def prefix_hit_gain() -> Measurement:
     """prefix hit rate of placement by prefix over that of round robin: Mooncake trace, lengths by eight
 
     The details have the hit rate of a cache without bounds as well.
@@ -186,11 +186,11 @@ def prefix_hit_gain() -> Measured:
         }
         for o in outcomes
     }
-    return Measured(found.mean, {**details, "requests": PREFIX_REQUESTS})
+    return Measurement(found.mean, {**details, "requests": PREFIX_REQUESTS})
 
 
 @entry("core.replay_mismatches", "count", at_most(0))
-def replay_mismatches() -> Measured:
+def replay_mismatches() -> Measurement:
     """plans and other effects that come out otherwise when the log of a run full of faults is replayed by
     another process, under another hash seed
 
@@ -204,7 +204,7 @@ def replay_mismatches() -> Measured:
         replays = [_replay(path) for path in Path(folder).iterdir()]
     different = sum(len(one["mismatches"]) + one["effect_mismatches"] for one in replays)
     plans = sum(one["plans"] for one in replays)
-    return Measured(different, {"plans": plans, "files": len(replays), "faults": faults})
+    return Measurement(different, {"plans": plans, "files": len(replays), "faults": faults})
 
 
 def _replay(path: Path) -> Any:

@@ -14,7 +14,7 @@ from octavo._sdk.channel import Connection
 from octavo.aio import AsyncClient
 from octavo.v1 import generation_pb2 as pb
 
-from octavo_lab.scorecard import Measured, at_least, at_most, entry, system
+from octavo_lab.scorecard import Measurement, at_least, at_most, entry, system
 
 # -- leaks ---------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ class _Tally:
 
 
 @entry("e2e.leaks", "count", at_most(0))
-async def leaks() -> Measured:
+async def leaks() -> Measurement:
     """300 streams with cancellations, deadlines, dying clients and a killed worker: requests without
     exactly one end, blocks not given back, accounts that do not close
 
@@ -67,7 +67,7 @@ async def leaks() -> Measured:
         **system.left_behind(status),
     }
     seen = {"ends seen": dict(tally.kinds), "outcomes": dict(status.outcomes)}
-    return Measured(sum(left.values()), {"streams": NUM_STREAMS, **left, **seen})
+    return Measurement(sum(left.values()), {"streams": NUM_STREAMS, **left, **seen})
 
 
 async def _session(endpoint: str, client: int, tally: _Tally, seed: int) -> None:
@@ -110,7 +110,7 @@ async def _session(endpoint: str, client: int, tally: _Tally, seed: int) -> None
 
 
 @entry("e2e.batch_speedup", "times faster", at_least(4))
-async def batch_speedup() -> Measured:
+async def batch_speedup() -> Measurement:
     """the same 32 requests one after another, against all at once
 
     The concurrent time is taken before and after the sequential one, so that a drift hits both.
@@ -128,7 +128,7 @@ async def batch_speedup() -> Measured:
             ]
     together = statistics.mean((before, after))
     figures = {"one after another tokens/s": one_by_one, "together tokens/s": together}
-    return Measured(together / one_by_one, figures)
+    return Measurement(together / one_by_one, figures)
 
 
 # -- idle ----------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ IDLE_S: Final = 10.0
 
 
 @entry("e2e.idle_cpu", "% of a core", at_most(1))
-async def idle_cpu() -> Measured:
+async def idle_cpu() -> Measurement:
     """CPU of the busiest process of a stack that has nothing to do
 
     For ten seconds after it has served once; a process counts with its children.
@@ -153,4 +153,4 @@ async def idle_cpu() -> Measured:
             after = {child.name: system.cpu_s(child) for child in stack.children}
             elapsed = time.perf_counter() - started
     shares = {name: round(100 * (after[name] - before[name]) / elapsed, 2) for name in before}
-    return Measured(max(shares.values()), shares)
+    return Measurement(max(shares.values()), shares)

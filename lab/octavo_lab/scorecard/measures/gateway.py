@@ -17,7 +17,7 @@ from octavo.aio import AsyncClient
 from octavo.client import Client
 from octavo.stack import Stack
 
-from octavo_lab.scorecard import Measured, at_least, at_most, entry, system
+from octavo_lab.scorecard import Measurement, at_least, at_most, entry, system
 from octavo_lab.scorecard.gateway_clients import BIN, OUTPUT, Program, programs
 from octavo_lab.scorecard.gateway_parity import answer, differences, questions
 from octavo_lab.scorecard.vllm_server import MODEL, limits, model_with_tokenizer, vllm_serve
@@ -26,7 +26,7 @@ from octavo_lab.scorecard.vllm_server import MODEL, limits, model_with_tokenizer
 
 
 @entry("gateway.clients_failing", "count", at_most(0), long=True)
-def clients_failing() -> Measured:
+def clients_failing() -> Measurement:
     """public clients (openai, langchain-openai, vllm bench serve, locust, wrk, hey, curl) that fail
 
     Their output is kept in build/gateway-clients.
@@ -38,7 +38,7 @@ def clients_failing() -> Measured:
                 program.name: program.fails() or "works"
                 for program in programs(system.base_url(stack), _model(stack), tokenizer)
             }
-    return Measured(sum(why != "works" for why in found.values()), found)
+    return Measurement(sum(why != "works" for why in found.values()), found)
 
 
 def _model(stack: Stack) -> str:
@@ -47,7 +47,7 @@ def _model(stack: Stack) -> str:
 
 
 @entry("gateway.schemathesis_5xx", "count", at_most(0), long=True)
-def schemathesis_5xx() -> Measured:
+def schemathesis_5xx() -> Measurement:
     """answers of 5xx that schemathesis finds with requests drawn from the OpenAPI document
 
     The model is simulated, so that many requests are answered. The report is kept.
@@ -66,7 +66,7 @@ def schemathesis_5xx() -> Measured:
         raise RuntimeError(f"schemathesis did not run: {said[-300:]}")
     errors = sum(count for status, count in statuses.items() if status.startswith("5"))
     found = len(re.findall(r"Server error", said))
-    return Measured(max(errors, found), {"answers of generation": statuses, "reported": found})
+    return Measurement(max(errors, found), {"answers of generation": statuses, "reported": found})
 
 
 def _statuses(stack: Stack) -> Counter[str]:
@@ -85,7 +85,7 @@ STREAM_TOKENS: Final = 64
 
 
 @entry("gateway.leaks", "count", at_most(0))
-async def leaks() -> Measured:
+async def leaks() -> Measurement:
     """200 concurrent SSE streams, half of their clients leave at random: requests, blocks, connections and
     descriptors that stay, and streams of the others that are not complete
 
@@ -120,7 +120,7 @@ async def leaks() -> Measured:
             **system.left_behind(status),
         }
         seen = {"outcomes": dict(status.outcomes), "answers": _statuses(stack)}
-    return Measured(sum(left.values()), {**left, **seen})
+    return Measurement(sum(left.values()), {**left, **seen})
 
 
 async def _stream(stack: Stack, number: int, leaves_after: float | None) -> bool:
@@ -142,7 +142,7 @@ OUTPUT_TOKENS: Final = 48
 
 
 @entry("gateway.cost_ratio", "ratio", at_least(0.95), long=True)
-async def cost_ratio() -> Measured:
+async def cost_ratio() -> Measurement:
     """output tokens per second streamed through the gateway over those streamed over gRPC, 32 at a time
 
     The demo model, in turns; the ratio of the medians.
@@ -186,7 +186,7 @@ async def cost_ratio() -> Measured:
 
 
 @entry("gateway.vllm_mismatches", "count", at_most(0), long=True)
-async def vllm_mismatches() -> Measured:
+async def vllm_mismatches() -> Measurement:
     """of 50 greedy requests, those whose text, end, usage or log probabilities differ from `vllm serve`
 
     The same model in float32. One server after the other, one request after the other: each has the machine
@@ -211,4 +211,4 @@ async def vllm_mismatches() -> Measured:
         if (differing := [*differences(mine, yours)])
     }
     answered = sum("choices" in one for one in theirs)
-    return Measured(len(found), {"requests": len(wanted), "answered by vllm serve": answered, **found})
+    return Measurement(len(found), {"requests": len(wanted), "answered by vllm serve": answered, **found})

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from octavo_lab.fragmentation import Traffic, simulate
-from octavo_lab.scorecard import Measured, at_least, at_most, entry
+from octavo_lab.scorecard import Measurement, at_least, at_most, entry
 from octavo_lab.scorecard.kv_workload import MemoryWorkload
 from worker_svc.kv.errors import KvError
 from worker_svc.kv.paged import PagedMemory
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 @entry("kv.audit_failures", "count", at_most(0))
-def audit_failures() -> Measured:
+def audit_failures() -> Measurement:
     """a million seeded random operations on pool, prefix index, tiers and pins, audited every hundred:
     audits or operations that found the books or a block's contents wrong
 
@@ -50,11 +50,11 @@ def audit_failures() -> Measured:
             failures.append(f"seed {first}: {error}")
         met += workload.outcomes
     details = {"operations": NUM_OPERATIONS, "failures": failures[:5], "what happened": met}
-    return Measured(len(failures), details)
+    return Measurement(len(failures), details)
 
 
 @entry("kv.us_per_block", "µs", at_most(1.0))
-def us_per_block() -> Measured:
+def us_per_block() -> Measurement:
     """processor time of the dearest pool operation per block, median: match, acquire, release, allocate,
     publish, allocation by eviction, and a scattered free
 
@@ -100,7 +100,7 @@ def us_per_block() -> Measured:
         timed("publish", publish, held)
         small.release(held)
     medians = {what: statistics.median(values) for what, values in times.items()}
-    return Measured(max(medians.values()), {what: round(value, 3) for what, value in medians.items()})
+    return Measurement(max(medians.values()), {what: round(value, 3) for what, value in medians.items()})
 
 
 @entry("kv.match_512_us", "µs", at_most(200))
@@ -129,7 +129,7 @@ def match_512_us() -> float:
 
 
 @entry("kv.utilization_paged16", "share", at_least(0.97))
-def utilization_paged16() -> Measured:
+def utilization_paged16() -> Measurement:
     """written over allocated token slots, lengths of 50 to 8000 tokens, blocks of 16, paged
 
     The traffic of `octavo bench fragmentation`.
@@ -138,14 +138,14 @@ def utilization_paged16() -> Measured:
 
 
 @entry("kv.utilization_contiguous", "share")
-def utilization_contiguous() -> Measured:
+def utilization_contiguous() -> Measurement:
     """the same with a contiguous reservation of prompt + max_tokens per sequence"""
     return _utilization(paged=False)
 
 
-def _utilization(*, paged: bool) -> Measured:
+def _utilization(*, paged: bool) -> Measurement:
     usage = simulate(Traffic(), block_size=BLOCK_SIZE, paged=paged)
-    return Measured(
+    return Measurement(
         usage.utilization,
         {
             "mean sequences": round(usage.mean_sequences, 1),

@@ -15,7 +15,7 @@ from octavo.stack import Stack
 from octavo.types import GenerateResult
 from octavo.v1 import operations_pb2, operations_pb2_grpc
 
-from octavo_lab.scorecard import Measured, at_most, entry, system
+from octavo_lab.scorecard import Measurement, at_most, entry, system
 
 PREFIX_TOKENS: Final = 1024
 QUESTION_TOKENS: Final = 24
@@ -44,7 +44,7 @@ def _stack(
 # -- what a hit saves ------------------------------------------------------------------------------
 
 
-async def _cached_over_cold(stack: Stack, rounds: int, crowd: int) -> Measured:
+async def _cached_over_cold(stack: Stack, rounds: int, crowd: int) -> Measurement:
     """Compare times to the first token with and without the prefix in a cache.
 
     Between the two, `crowd` other prompts of the same length are run, to push the prefix off the device.
@@ -73,14 +73,14 @@ async def _cached_over_cold(stack: Stack, rounds: int, crowd: int) -> Measured:
 
 
 @entry("kv.prefix_ttft_ratio", "of cold", at_most(0.2))
-def prefix_ttft_ratio() -> Measured:
+def prefix_ttft_ratio() -> Measurement:
     """time to the first token with a system prompt of 1024 tokens on the device, against without"""
     with _stack(600, max_len=2048) as stack:
         return asyncio.run(_cached_over_cold(stack, rounds=5, crowd=0))
 
 
 @entry("kv.host_ttft_ratio", "of cold", at_most(0.4))
-def host_ttft_ratio() -> Measured:
+def host_ttft_ratio() -> Measurement:
     """time to the first token with a system prompt of 1024 tokens in the host tier, against without
 
     More than the device holds comes between the two.
@@ -126,7 +126,7 @@ async def _conversations(stack: Stack) -> tuple[list[GenerateResult], list[Octav
 
 
 @entry("kv.parity_under_pressure", "count", at_most(0), long=True)
-def parity_under_pressure() -> Measured:
+def parity_under_pressure() -> Measurement:
     """turns of conversations whose greedy output differs between a cache of half the working set with prefix
     caching, host tier and preemption, and none of these
     """
@@ -136,7 +136,7 @@ def parity_under_pressure() -> Measured:
         free, free_errors = asyncio.run(_conversations(stack))
     for error in (*pressed_errors, *free_errors):
         raise error
-    return Measured(
+    return Measurement(
         sum(one.token_ids != other.token_ids for one, other in zip(pressed, free, strict=True)),
         {
             "turns": len(pressed),
@@ -147,7 +147,7 @@ def parity_under_pressure() -> Measured:
 
 
 @entry("kv.pressure_failures", "count", at_most(0), long=True)
-def pressure_failures() -> Measured:
+def pressure_failures() -> Measurement:
     """requests that fail, or differ in length, under a cache of half the working set; and again with 5% of
     allocations and 2% of steps failing
     """
@@ -167,4 +167,4 @@ def pressure_failures() -> Measured:
             failures += [f"{error.reason}: {error}" for error in errors]
             failures += ["too short" for turn in turns if len(turn.token_ids) != ANSWER_TOKENS]
             preemptions += sum(turn.timings.preemptions for turn in turns)
-    return Measured(len(failures), {"preemptions": preemptions, "failures": failures[:5]})
+    return Measurement(len(failures), {"preemptions": preemptions, "failures": failures[:5]})

@@ -28,13 +28,13 @@ from octavo_lab.load.generator import Traffic, generate
 from octavo_lab.load.summary import summarize
 from octavo_lab.load.target import Request
 from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
-from octavo_lab.scorecard import Measured, at_least, at_most, entry, system
+from octavo_lab.scorecard import Measurement, at_least, at_most, entry, system
 from octavo_lab.scorecard.demo_model import quiet
 from octavo_lab.scorecard.vllm_server import BENCH_SERVE, MODEL, VllmServer, vllm_serve
 
 
 @entry("lab.chunked_itl_ratio", "ratio", at_most(0.65), long=True)
-async def chunked_itl_ratio() -> Measured:
+async def chunked_itl_ratio() -> Measurement:
     """P99 time between tokens of running requests while prompts of 2048 tokens arrive: chunked over whole
 
     Real stacks with the demo model, in turns; see `octavo bench chunked`.
@@ -42,7 +42,7 @@ async def chunked_itl_ratio() -> Measured:
     found = await measure(ChunkedConfig(), quiet)
     if found.ratio is None:
         raise RuntimeError("too few requests were answered for a P99")
-    return Measured(found.ratio.value, as_json(found))
+    return Measurement(found.ratio.value, as_json(found))
 
 
 NUM_REQUESTS: Final = 50
@@ -61,7 +61,7 @@ Figures = dict[str, float]
 
 
 @entry("lab.generator_agreement", "relative difference", at_most(0.05), long=True)
-async def generator_agreement() -> Measured:
+async def generator_agreement() -> Measurement:
     """same traffic at `vllm serve` by our generator and by `vllm bench serve`: the figure that differs most
 
     They take turns, of which the medians count; in the open loop each of ours replays the times of theirs.
@@ -95,7 +95,7 @@ async def generator_agreement() -> Measured:
     return compared(ours, theirs)
 
 
-def compared(ours: dict[str, list[Figures]], theirs: dict[str, list[Figures]]) -> Measured:
+def compared(ours: dict[str, list[Figures]], theirs: dict[str, list[Figures]]) -> Measurement:
     """Return by how much the figure differs that differs most, of those that tell something.
 
     Raises:
@@ -124,7 +124,7 @@ def compared(ours: dict[str, list[Figures]], theirs: dict[str, list[Figures]]) -
         "ours": ours,
         "vllm bench serve": theirs,
     }
-    return Measured(abs(telling[worst]), details)
+    return Measurement(abs(telling[worst]), details)
 
 
 async def _their_turn(
@@ -187,7 +187,7 @@ _KV_USE: Final = """written slots over all slots of the paged pool, over the tim
 saturated"""
 
 
-def _figure(name: str) -> Measured:
+def _figure(name: str) -> Measurement:
     """Return a figure of the report's comparison: a share, or an estimate with its bounds."""
     report = _report()
     compared, hardware = report["comparison"], report["environments"][-1]["hardware"]
@@ -199,12 +199,12 @@ def _figure(name: str) -> Measured:
     }
     found = compared[name]
     if found is None:
-        return Measured(math.nan, {"why": "too few requests, or the arms were not measured", **details})
+        return Measurement(math.nan, {"why": "too few requests, or the arms were not measured", **details})
     if not isinstance(found, dict):
-        return Measured(found, details)
+        return Measurement(found, details)
     if name == "throughput_ratio" and compared["throughput_of_best_static"]:
         details["to the best static arm"] = compared["throughput_of_best_static"]["value"]
-    return Measured(found["value"], {"low": found["low"], "high": found["high"], **details})
+    return Measurement(found["value"], {"low": found["low"], "high": found["high"], **details})
 
 
 def _report() -> dict[str, Any]:

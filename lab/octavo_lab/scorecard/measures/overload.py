@@ -27,7 +27,7 @@ from octavo_lab.load.targets.octavo import OctavoTarget
 from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
 from octavo_lab.overload.drive import TTFT_SLO_S, Calibration, Mix, at_load, calibrate, drive, through, watch
 from octavo_lab.overload.timeline import Timeline
-from octavo_lab.scorecard import Measured, at_least, at_most, entry, system
+from octavo_lab.scorecard import Measurement, at_least, at_most, entry, system
 from octavo_lab.scorecard.vllm_server import vllm_serve
 
 SEATS: Final = 16
@@ -55,7 +55,7 @@ def _figures(run: RunRecord, measured: Calibration) -> dict[str, Any]:
 
 
 @entry("overload.goodput_ratio", "ratio", at_least(0.9), long=True)
-async def goodput_ratio() -> Measured:
+async def goodput_ratio() -> Measurement:
     """goodput at twice the capacity over that at 0.9 times, demo model
 
     Goodput: answered, TTFT under 1.5 s, mean TPOT under 4 times the unloaded one.
@@ -71,11 +71,11 @@ async def goodput_ratio() -> Measured:
     below, above = rows["0.9x"], rows["2x"]
     share = round(below["goodput_per_s"] / below["offered_per_s"], 3)
     details = {**rows, **asdict(measured), "goodput over offered at 0.9x (target 0.95)": share}
-    return Measured(above["goodput_per_s"] / below["goodput_per_s"], details)
+    return Measurement(above["goodput_per_s"] / below["goodput_per_s"], details)
 
 
 @entry("overload.goodput_vs_vllm", "ratio", at_least(1.0), long=True)
-async def goodput_vs_vllm() -> Measured:
+async def goodput_vs_vllm() -> Measurement:
     """goodput of Octavo over vLLM at twice the capacity over that of `vllm serve`, the better of two settings
 
     Same model, executor and traffic. `vllm serve` has no bound on its queue, only on what runs.
@@ -96,11 +96,11 @@ async def goodput_vs_vllm() -> Measured:
             theirs[f"vllm serve, {setting}"] = _figures(run, measured)
     # Nothing good at all counts as one request of the window.
     best = max(1 / WINDOW_S, *(row["goodput_per_s"] for row in theirs.values()))
-    return Measured(ours["goodput_per_s"] / best, {"octavo": ours, **theirs, **asdict(measured)})
+    return Measurement(ours["goodput_per_s"] / best, {"octavo": ours, **theirs, **asdict(measured)})
 
 
 @entry("overload.recovery_s", "s", at_most(10), long=True)
-async def recovery_s() -> Measured:
+async def recovery_s() -> Measurement:
     """from the end of a minute at twice the capacity to level 0 and the P99 TTFT of before, within 20%
 
     Before and after, half of the capacity is asked for. With simulated steps, a quarter as long as the demo
@@ -116,17 +116,17 @@ async def recovery_s() -> Measured:
                 run = await through(target, replace(plain, options=_INTERACTIVE), plan)
     timeline = Timeline(run, looks, measured, 45.0, 105.0, 5.0)
     details = {name: value for name, value in timeline.as_record().items() if name != "looks"}
-    return Measured(math.inf if timeline.recovery_s is None else timeline.recovery_s, details)
+    return Measurement(math.inf if timeline.recovery_s is None else timeline.recovery_s, details)
 
 
 @entry("overload.batch_flood", "ratio", at_most(1.25), long=True)
-async def batch_flood() -> Measured:
+async def batch_flood() -> Measurement:
     """interactive P99 TTFT behind 10,000 batch requests over that behind 500
 
     Real scheduler and worker; the worker's steps take the times of the demo model, four times as fast.
     """
     p99 = {backlog: await _interactive_p99_s(backlog) for backlog in (500, 10_000)}
-    return Measured(p99[10_000] / p99[500], {f"p99_ttft_s behind {n}": value for n, value in p99.items()})
+    return Measurement(p99[10_000] / p99[500], {f"p99_ttft_s behind {n}": value for n, value in p99.items()})
 
 
 async def _interactive_p99_s(backlog: int) -> float:
@@ -161,7 +161,7 @@ _IN_FLIGHT: Final = 2_000
 
 
 @entry("overload.refusals_per_s", "1/s", at_least(5000))
-async def refusals_per_s() -> Measured:
+async def refusals_per_s() -> Measurement:
     """requests refused for load per second of the scheduler's CPU; 0 when its memory grows meanwhile
 
     Prompts of 2 kB on one Session, refused by a full queue; those that wait are sent together.
@@ -196,7 +196,7 @@ async def refusals_per_s() -> Measured:
         "per_cpu_s, a message for each": REFUSALS // 4 / alone_s,
         "growth_mib": growth_mib,
     }
-    return Measured(details["per_cpu_s"] if growth_mib <= MOST_GROWTH_MIB else 0.0, details)
+    return Measurement(details["per_cpu_s"] if growth_mib <= MOST_GROWTH_MIB else 0.0, details)
 
 
 async def _flood(session: Any, request: pb.GenerateRequest, count: int, *, together: bool = True) -> None:

@@ -17,9 +17,9 @@ from octavo.aio import AsyncClient
 from octavo.protocol.steps import Admit, Plan, StepStatus
 from octavo.sampling import SamplingParams
 
-from octavo_lab.scorecard import Measured, at_least, at_most, entry, system
+from octavo_lab.scorecard import Measurement, at_least, at_most, entry, system
 from octavo_lab.scorecard.demo_model import demo_engine, judged, transformers_generate_s, transformers_model
-from octavo_lab.scorecard.runner_workload import Job, PlanWorkload
+from octavo_lab.scorecard.runner_workload import EngineJob, PlanWorkload
 from worker_svc.engine.loop import StepEngine
 
 BATCH: Final = 8
@@ -36,7 +36,7 @@ def exact_engine(max_num_seqs: int, max_model_len: int, **layout: Any) -> Abstra
 
 
 @entry("core.static_vs_transformers", "ratio", at_least(0.9))
-async def static_vs_transformers() -> Measured:
+async def static_vs_transformers() -> Measurement:
     """tokens per second of the static arm over transformers' batched generate: 8 prompts of 32 to 128 tokens,
     64 tokens each, greedy, float32, demo model
 
@@ -92,7 +92,7 @@ DECODE_TOKENS: Final = 32
 
 
 @entry("e2e.decode_vs_transformers", "times faster", at_least(2))
-async def decode_vs_transformers() -> Measured:
+async def decode_vs_transformers() -> Measurement:
     """decoding with batch 8 through the whole system, against transformers' own batched generate
 
     On the same cores in turns; each side in the dtype that suits it best on this machine.
@@ -152,7 +152,7 @@ PARITY_BATCH: Final = 32
 
 
 @entry("e2e.parity", "tokens", at_most(0), long=True)
-def parity() -> Measured:
+def parity() -> Measurement:
     """greedy tokens that differ from transformers in float32 without a tie: 24 prompts of 1 to 1500 tokens,
     64 tokens each, alone and mixed in a batch of 32 with staggered arrivals and random chunks
 
@@ -163,11 +163,11 @@ def parity() -> Measured:
     chance.shuffle(lengths)
     reference = transformers_model()
     prompts = [[chance.randrange(reference.config.vocab_size) for _ in range(length)] for length in lengths]
-    alone = [[Job(prompt, GREEDY)] for prompt in prompts]
-    mixed = [Job(prompt, GREEDY) for prompt in (*prompts, *prompts[: PARITY_BATCH - NUM_PROMPTS])]
+    alone = [[EngineJob(prompt, GREEDY)] for prompt in prompts]
+    mixed = [EngineJob(prompt, GREEDY) for prompt in (*prompts, *prompts[: PARITY_BATCH - NUM_PROMPTS])]
     with exact_engine(PARITY_BATCH, LONGEST + NUM_TOKENS) as engine:
         for jobs in (*alone, mixed):
             engine.drop_all()
             PlanWorkload(engine, None, PARITY_BATCH, seed=len(jobs)).run(jobs, disturb=True, most=500)
     verdict = judged(reference, [job for jobs in (*alone, mixed) for job in jobs])
-    return Measured(verdict["unexcused"], verdict)
+    return Measurement(verdict["unexcused"], verdict)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,9 +21,9 @@ from octavo.aio import AsyncClient
 from octavo.sampling import SamplingParams
 from octavo.stack import free_port
 
-from octavo_lab.scorecard import Measured, at_least, at_most, entry, system
+from octavo_lab.scorecard import Measurement, at_least, at_most, entry, system
 from octavo_lab.scorecard.demo_model import demo_engine, judged, transformers_model
-from octavo_lab.scorecard.runner_workload import Job, PlanWorkload, greedy_jobs
+from octavo_lab.scorecard.runner_workload import EngineJob, PlanWorkload, greedy_jobs
 from octavo_lab.scorecard.vllm_server import MODEL, enter, limits, vllm_serve
 
 BLOCK_SIZE: Final = 32
@@ -43,7 +43,7 @@ _EAGER: Final = {"enforce_eager": True}
 
 
 @entry("vllm.parity", "tokens", at_most(0), long=True)
-def parity() -> Measured:
+def parity() -> Measurement:
     """64 greedy sequences, chunked, preempted, cancelled, on torch and on vLLM in float32: tokens that
     transformers would not have chosen (beyond near ties)
     """
@@ -56,11 +56,11 @@ def parity() -> Measured:
             workload = PlanWorkload(engine, BLOCK_SIZE, MAX_NUM_SEQS, seed=1)
             workload.run(jobs, disturb=True)
         details[runner] = {**judged(reference, jobs), **workload.seen}
-    return Measured(sum(found["unexcused"] for found in details.values()), details)
+    return Measurement(sum(found["unexcused"] for found in details.values()), details)
 
 
 @entry("vllm.seeded_resume_mismatches", "sequences", at_most(0), long=True)
-def seeded_resume_mismatches() -> Measured:
+def seeded_resume_mismatches() -> Measurement:
     """24 sequences with seeded sampling and penalties, chunked, preempted and resumed: how many differ from
     themselves undisturbed
     """
@@ -78,7 +78,7 @@ def seeded_resume_mismatches() -> Measured:
     prompts = [job.prompt for job in greedy_jobs(49152, count=24, longest=160, max_tokens=1, seed=2)]
     calm, disturbed = (
         [
-            Job(prompt, replace(sampling, seed=number // 2), choice=number % 2)
+            EngineJob(prompt, replace(sampling, seed=number // 2), choice=number % 2)
             for number, prompt in enumerate(prompts)
         ]
         for _ in range(2)
@@ -88,13 +88,13 @@ def seeded_resume_mismatches() -> Measured:
         workload.run(calm, disturb=False)
         workload.run(disturbed, disturb=True)
     differ = sum(one.output != other.output for one, other in zip(calm, disturbed, strict=True))
-    return Measured(differ, workload.seen)
+    return Measurement(differ, workload.seen)
 
 
 # -- gaps between steps
 
 
-async def _gap(concurrency: int) -> Measured:
+async def _gap(concurrency: int) -> Measurement:
     """Return the mean gap over the mean step, as the worker saw them while all requests decoded."""
     port = str(free_port())
     args = ("--runner", "vllm", "--num-blocks", "1024", "--max-model-len", "1024", "--metrics-port", port)
@@ -126,7 +126,7 @@ async def _gap(concurrency: int) -> Measured:
     mean_us = {name: (after[name] - before[name]) / steps * 1e6 for name in after if name != "count"}
     gap_us = mean_us["bubble"] + mean_us["overhead"] + mean_us["copy"]
     details = {f"{name}_us": round(value, 1) for name, value in mean_us.items()}
-    return Measured(gap_us / mean_us["step"], {"steps": steps, **details})
+    return Measurement(gap_us / mean_us["step"], {"steps": steps, **details})
 
 
 def _sums(port: str) -> dict[str, float]:
@@ -197,7 +197,7 @@ async def _executor(concurrency: int) -> AsyncIterator[system.Rate]:
 
         async def rate() -> float:
             first = time.monotonic_ns() % 1_000_003
-            jobs = [Job(_prompt(first + number), _GREEDY) for number in range(count)]
+            jobs = [EngineJob(_prompt(first + number), _GREEDY) for number in range(count)]
             started = time.perf_counter()
             workload.run(jobs, disturb=False)
             return count * OUTPUT_TOKENS / (time.perf_counter() - started)
@@ -205,40 +205,34 @@ async def _executor(concurrency: int) -> AsyncIterator[system.Rate]:
         yield rate
 
 
-async def _ratio(peer: AbstractAsyncContextManager[system.Rate], concurrency: int) -> Measured:
+async def _ratio(
+    peer: Callable[[int], AbstractAsyncContextManager[system.Rate]], concurrency: int
+) -> Measurement:
+    if peer is _executor:
+        enter()
     with system.running(**_STACK) as stack:
-        async with AsyncClient(stack.endpoint) as client, peer as other:
-            rates = await system.in_turns(
-                {"octavo": partial(_octavo_rate, client, concurrency), "other": other}
-            )
+        async with AsyncClient(stack.endpoint) as client, peer(concurrency) as other:
+            ours = partial(_octavo_rate, client, concurrency)
+            rates = await system.in_turns({"octavo": ours, "other": other})
     return system.median_ratio(*rates.values(), **system.rounded(rates))
 
 
-async def _against_serve(concurrency: int) -> Measured:
-    return await _ratio(_serve(concurrency), concurrency)
-
-
-async def _against_executor(concurrency: int) -> Measured:
-    enter()
-    return await _ratio(_executor(concurrency), concurrency)
-
-
 for concurrency in (1, 8, 32):
-    for name, bound, peer, measure in (
-        ("e2e", 1.0, "`vllm serve`", _against_serve),
-        ("limit", 0.95, "vLLM's executor alone", _against_executor),
+    for name, bound, whom, peer in (
+        ("e2e", 1.0, "`vllm serve`", _serve),
+        ("limit", 0.95, "vLLM's executor alone", _executor),
     ):
         entry(
             f"vllm.{name}_ratio_c{concurrency}",
             "ratio",
             at_least(bound),
             long=True,
-            measures=f"output tokens per second of Octavo over those of {peer}, {concurrency} at a time",
-        )(partial(measure, concurrency))
+            measures=f"output tokens per second of Octavo over those of {whom}, {concurrency} at a time",
+        )(partial(_ratio, peer, concurrency))
 
 
 @entry("vllm.cpu_us_per_token", "us", long=True)
-async def cpu_us_per_token() -> Measured:
+async def cpu_us_per_token() -> Measurement:
     """CPU of scheduler, worker shell and client per output token, 32 requests at a time over vLLM
 
     The worker's shell is its main thread; the engine's thread and those of OpenMP are not in it.
@@ -263,4 +257,4 @@ async def cpu_us_per_token() -> Measured:
             after = spent_s()
     tokens = system.ROUNDS * 2 * SEATS * OUTPUT_TOKENS
     per_token = {name: (after[name] - before[name]) / tokens * 1e6 for name in after}
-    return Measured(sum(per_token.values()), {name: round(value, 1) for name, value in per_token.items()})
+    return Measurement(sum(per_token.values()), {name: round(value, 1) for name, value in per_token.items()})
