@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from worker_svc.kv.errors import IntegrityError, OutOfBlocks, require
@@ -183,16 +184,10 @@ class MemoryWorkload:
     def observe(self) -> None:
         """Apply the key events and compare the key sets with those of the memory."""
         events = self.memory.take_key_events()
-        for key in events.demoted:
-            self._seen_device.discard(key)
-            self._seen_host.add(key)
-        for key in events.evicted:
-            self._seen_device.discard(key)
-            self._seen_host.discard(key)
-        for key in events.promoted:
-            self._seen_host.discard(key)
-            self._seen_device.add(key)
-        self._seen_device.update(events.stored)
+        self._seen_device.difference_update(events.demoted, events.evicted)
+        self._seen_device.update(events.promoted, events.stored)
+        self._seen_host.update(events.demoted)
+        self._seen_host.difference_update(events.evicted, events.promoted)
         device, host = self.memory.cached_keys()
         require("key events add up to the device's keys", self._seen_device == set(device))
         require("key events add up to the host's keys", self._seen_host == set(host))
@@ -218,28 +213,21 @@ class MemoryWorkload:
 
     def random_operation(self, rng: random.Random) -> None:
         """Make one operation that an engine could make now."""
-        draw = rng.random()
         pick = rng.randrange(1 << 16)
-        if draw < 0.15:
-            self.admit(rng.randrange(NUM_CHAINS), rng.randint(1, 12 * self.block_size))
-        elif draw < 0.55:
-            self.compute(pick, rng.randint(1, 2 * self.block_size))
-        elif draw < 0.65:
-            self.grow(pick)
-        elif draw < 0.78:
-            self.release(pick)
-        elif draw < 0.80:
-            self.evict(rng.randrange(4))
-        elif draw < 0.88:
-            self.start_promotions(rng.randrange(1, 5))
-        elif draw < 0.95:
-            self.land(pick, failed=rng.random() < 0.1)
-        elif draw < 0.96:
-            self.copy_out(failed=rng.random() < 0.5)
-        elif draw < 0.97:
-            self.pin(rng.randrange(3), rng.randrange(NUM_CHAINS), rng.randrange(4))
-        else:
-            self.observe()
+        operations: dict[Callable[[], None], int] = {
+            lambda: self.admit(rng.randrange(NUM_CHAINS), rng.randint(1, 12 * self.block_size)): 15,
+            lambda: self.compute(pick, rng.randint(1, 2 * self.block_size)): 40,
+            lambda: self.grow(pick): 10,
+            lambda: self.release(pick): 13,
+            lambda: self.evict(rng.randrange(4)): 2,
+            lambda: self.start_promotions(rng.randrange(1, 5)): 8,
+            lambda: self.land(pick, failed=rng.random() < 0.1): 7,
+            lambda: self.copy_out(failed=rng.random() < 0.5): 3,
+            lambda: self.pin(rng.randrange(3), rng.randrange(NUM_CHAINS), rng.randrange(4)): 1,
+            self.observe: 1,
+        }
+        (operation,) = rng.choices([*operations], [*operations.values()])
+        operation()
 
     def _check_contents(self, holder: BlockHolder) -> None:
         for index in range(holder.computed // self.block_size):

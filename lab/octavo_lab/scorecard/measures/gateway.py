@@ -147,7 +147,6 @@ async def cost_ratio() -> Measurement:
 
     The demo model, in turns; the ratio of the medians.
     """
-    gateway_cpu_s: list[float] = []
     with system.running(gateway_port=0) as stack:
         async with (
             AsyncClient(stack.endpoint) as client,
@@ -166,19 +165,18 @@ async def cost_ratio() -> Measurement:
             async def over_http(number: int) -> int:
                 return await system.completion(session, base, model, system.prompt(number), OUTPUT_TOKENS)
 
-            async def through_gateway() -> float:
-                before = system.cpu_s(system.gateway(stack))
-                rate = await system.tokens_per_s(over_http, CONCURRENCY, CONCURRENCY, OUTPUT_TOKENS)
-                gateway_cpu_s.append(system.cpu_s(system.gateway(stack)) - before)
-                return rate
-
-            async def direct() -> float:
-                return await system.tokens_per_s(over_grpc, CONCURRENCY, CONCURRENCY, OUTPUT_TOKENS)
-
-            rates = await system.in_turns({"grpc": direct, "gateway": through_gateway})
-    tokens = (len(gateway_cpu_s) - 1) * CONCURRENCY * OUTPUT_TOKENS
-    cpu_us = round(1e6 * sum(gateway_cpu_s[1:]) / tokens, 1)
-    details: dict[str, Any] = {**system.rounded(rates), "gateway CPU us per token": cpu_us}
+            before = system.cpu_s(system.gateway(stack))
+            size = (CONCURRENCY, CONCURRENCY, OUTPUT_TOKENS)
+            rates = await system.in_turns(
+                {
+                    "gateway": lambda: system.tokens_per_s(over_http, *size),
+                    "grpc": lambda: system.tokens_per_s(over_grpc, *size),
+                }
+            )
+            cpu_s = system.cpu_s(system.gateway(stack)) - before
+    tokens = (1 + system.ROUNDS) * CONCURRENCY * OUTPUT_TOKENS
+    details: dict[str, Any] = system.rounded(rates)
+    details["gateway CPU us per token"] = round(1e6 * cpu_s / tokens, 1)
     return system.median_ratio(rates["gateway"], rates["grpc"], **details)
 
 
