@@ -65,7 +65,7 @@ class PlanWorkload:
     """
 
     def __init__(self, engine: StepEngine, block_size: int | None, max_num_seqs: int, seed: int = 0) -> None:
-        self.max_num_seqs = max_num_seqs
+        self._max_num_seqs = max_num_seqs
         self._engine = engine
         self._block_size = block_size
         self._random = random.Random(seed)
@@ -115,7 +115,7 @@ class PlanWorkload:
             job.handle = None
             if job.ended is None:
                 waiting.append(job)
-        room = self.max_num_seqs - (len(live) - len(release))
+        room = self._max_num_seqs - (len(live) - len(release))
         if disturb and live:
             room = min(room, self._random.randint(0, 4))
         admits = [self._admit(job) for job in waiting[:room]]
