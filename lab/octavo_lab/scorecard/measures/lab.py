@@ -92,10 +92,10 @@ async def generator_agreement() -> Measurement:
                     theirs[traffic].append(figures)
                     arrivals = Closed(1) if traffic == ALONE else Replay(at_s)
                     ours[traffic].append(await _our_turn(server, requests, arrivals))
-    return compared(ours, theirs)
+    return agreement(ours, theirs)
 
 
-def compared(ours: dict[str, list[Figures]], theirs: dict[str, list[Figures]]) -> Measurement:
+def agreement(ours: dict[str, list[Figures]], theirs: dict[str, list[Figures]]) -> Measurement:
     """Return by how much the figure differs that differs most, of those that tell something.
 
     Raises:
@@ -180,9 +180,8 @@ async def _our_turn(server: VllmServer, requests: Sequence[Request], arrivals: P
 REPORT: Final = "report.json"
 _THROUGHPUT: Final = """tokens per second of a saturated service, continuous + paged + chunked prefill
 to the tuned control (static + contiguous)"""
-_P50: Final = (
-    """end-to-end P50 at the control's capacity, continuous + paged + chunked prefill to the control"""
-)
+_P50: Final = """end-to-end P50 at the control's capacity, continuous + paged + chunked prefill
+to the control"""
 _KV_USE: Final = """written slots over all slots of the paged pool, over the time in which requests waited,
 saturated"""
 
