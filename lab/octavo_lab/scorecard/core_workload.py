@@ -225,8 +225,9 @@ def tenant_ttft_s(policy: str, num_workers: int, *, flood: bool, seconds: float)
     ]
 
 
-MIXED = (50, 400), (10, 100)
-"""Tokens in and out of requests of middling size."""
+def mixed(at: float, rng: random.Random) -> Arrival:
+    """Return a request of middling size."""
+    return Arrival(at, rng.randint(50, 400), rng.randint(10, 100))
 
 
 def capacity_per_s(seconds: float) -> float:
@@ -234,9 +235,7 @@ def capacity_per_s(seconds: float) -> float:
     recorder, rng = Recorder(), random.Random(9)
     cell = policy_cell("fcfs", recorder)
     for number in range(int(30 * seconds)):
-        prompt_tokens, output_tokens = (_between(rng, lengths) for lengths in MIXED)
-        arrival = Arrival(0.0, prompt_tokens, output_tokens)
-        cell.submit_at(0.0, request_of(arrival, f"r{number}", number))
+        cell.submit_at(0.0, request_of(mixed(0.0, rng), f"r{number}", number))
     cell.loop.run(until=seconds)
     return len(recorder.completed) / seconds
 
@@ -245,8 +244,9 @@ def deadlines_met(policy: str, rate_per_s: float, seconds: float) -> float:
     """Return the share of mixed requests that end before their deadline on two workers."""
     recorder, rng = Recorder(), random.Random(9)
     cell = policy_cell(policy, recorder)
-    for number, arrival in enumerate(traffic(rng, rate_per_s, seconds, *MIXED)):
-        deadline = arrival.at + rng.choice([6.0, 12.0, 30.0]) * rng.uniform(0.8, 1.2)
-        cell.submit_at(arrival.at, replace(request_of(arrival, f"r{number}", number), deadline=deadline))
+    for number, at in enumerate(itertools.takewhile(lambda at: at < seconds, poisson(rate_per_s, rng))):
+        deadline = at + rng.choice([6.0, 12.0, 30.0]) * rng.uniform(0.8, 1.2)
+        request = request_of(mixed(at, rng), f"r{number}", number)
+        cell.submit_at(at, replace(request, deadline=deadline))
     cell.loop.run()
     return len(recorder.completed) / len(recorder.results)
