@@ -13,7 +13,7 @@ import pytest
 import torch
 from octavo.protocol.steps import FinishReason
 from octavo.sampling import SamplingParams, StructuredOutput
-from octavo_lab.scorecard.runner_workload import Job, PlanWorkload, Reference, greedy_jobs
+from octavo_lab.scorecard.runner_workload import EngineJob, PlanWorkload, Reference, greedy_jobs
 from transformers import LlamaConfig, PreTrainedModel
 
 from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
@@ -67,13 +67,13 @@ class Subject:
         )
         return PlanWorkload(Engine(self.runner, config), BLOCK_SIZE, MAX_NUM_SEQS, seed)
 
-    def run(self, *jobs: Job, seed: int = 0, disturb: bool = False) -> list[list[int]]:
+    def run(self, *jobs: EngineJob, seed: int = 0, disturb: bool = False) -> list[list[int]]:
         self.workload(seed).run(jobs, disturb=disturb)
         return [job.output for job in jobs]
 
-    def run_one(self, prompt: list[int], **sampling: object) -> Job:
+    def run_one(self, prompt: list[int], **sampling: object) -> EngineJob:
         chosen: dict[str, object] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **sampling}
-        job = Job(list(prompt), SamplingParams(**chosen))  # type: ignore[arg-type]
+        job = EngineJob(list(prompt), SamplingParams(**chosen))  # type: ignore[arg-type]
         self.run(job)
         return job
 
@@ -187,9 +187,9 @@ def test_runner_blocks_back_from_host_hold_what_they_held(subject: Subject) -> N
     workload = subject.workload(num_blocks=20, num_host_blocks=NUM_HOST_BLOCKS)
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     for tokens in prompts:
-        workload.run([Job(tokens, sampling)], disturb=False)
+        workload.run([EngineJob(tokens, sampling)], disturb=False)
 
-    again = [Job(tokens, sampling) for tokens in prompts]
+    again = [EngineJob(tokens, sampling) for tokens in prompts]
     for job in again:
         workload.run([job], disturb=False)
 
@@ -198,9 +198,9 @@ def test_runner_blocks_back_from_host_hold_what_they_held(subject: Subject) -> N
 
 
 def test_runner_seeded_sampling_disturbed_gives_the_undisturbed_tokens(subject: Subject) -> None:
-    def jobs() -> list[Job]:
+    def jobs() -> list[EngineJob]:
         return [
-            Job(prompt(20 + 9 * number, number), replace(RANDOM, seed=number // 2), choice=number % 2)
+            EngineJob(prompt(20 + 9 * number, number), replace(RANDOM, seed=number // 2), choice=number % 2)
             for number in range(20)
         ]
 
@@ -215,7 +215,7 @@ def test_runner_seeded_sampling_disturbed_gives_the_undisturbed_tokens(subject: 
 
 
 def test_runner_choices_of_one_seed_differ(subject: Subject) -> None:
-    first, second = subject.run(*[Job(prompt(30), RANDOM, choice=choice) for choice in range(2)])
+    first, second = subject.run(*[EngineJob(prompt(30), RANDOM, choice=choice) for choice in range(2)])
 
     assert first != second
 
@@ -226,7 +226,7 @@ def test_runner_draws_follow_the_models_distribution(
     tokens = prompt(40, seed=8)
     count = 2000
     jobs = [
-        Job(tokens, SamplingParams(temperature=1.5, seed=seed, max_tokens=1, ignore_eos=True))
+        EngineJob(tokens, SamplingParams(temperature=1.5, seed=seed, max_tokens=1, ignore_eos=True))
         for seed in range(count)
     ]
 
@@ -312,8 +312,10 @@ def test_runner_logprobs_are_the_models_own(subject: Subject, model: tuple[Path,
 
 
 def test_runner_unasked_logprobs_stay_away_beside_rows_that_asked(subject: Subject) -> None:
-    asked = Job(prompt(20, 1), SamplingParams(temperature=0.0, max_tokens=4, logprobs=0, ignore_eos=True))
-    silent = Job(prompt(20, 2), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    asked = EngineJob(
+        prompt(20, 1), SamplingParams(temperature=0.0, max_tokens=4, logprobs=0, ignore_eos=True)
+    )
+    silent = EngineJob(prompt(20, 2), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
 
     subject.run(asked, silent)
 

@@ -15,8 +15,8 @@ from octavo import AsyncClient, Client
 from octavo.sampling import SamplingParams
 from octavo.stack import Stack, StackConfig
 from octavo.v1 import operations_pb2, operations_pb2_grpc
-from octavo_lab.scorecard.measures.e2e import until_idle
-from octavo_lab.scorecard.runner_workload import Job, Reference
+from octavo_lab.scorecard.runner_workload import EngineJob, Reference
+from octavo_lab.scorecard.system import until_idle
 from transformers import LlamaConfig
 
 from tests.unit.worker.runner.torch.families import save_model
@@ -93,12 +93,12 @@ def prompts(count: int) -> list[list[int]]:
     return [[chooser.randrange(3, VOCAB_SIZE) for _ in range(chooser.randint(1, 150))] for _ in range(count)]
 
 
-async def ask(client: AsyncClient, prompt: list[int], max_tokens: int = 16) -> Job:
+async def ask(client: AsyncClient, prompt: list[int], max_tokens: int = 16) -> EngineJob:
     result = await client.generate(prompt, temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    return Job(prompt, SamplingParams(), output=list(result.token_ids))
+    return EngineJob(prompt, SamplingParams(), output=list(result.token_ids))
 
 
-def assert_right(jobs: Sequence[Job], reference: Reference, max_tokens: int = 16) -> None:
+def assert_right(jobs: Sequence[EngineJob], reference: Reference, max_tokens: int = 16) -> None:
     assert all(len(job.output) == max_tokens for job in jobs)
     assert [reference.mismatches(job)[0] for job in jobs] == [0] * len(jobs)
 
@@ -178,7 +178,7 @@ def test_stack_worker_killed_costs_a_pause_and_no_token(stack: Stack, model: tup
         worker.start()
         output += [token for delta in deltas for token in delta.token_ids]
 
-    assert_right([Job(prompt, SamplingParams(), output=output)], model[1], 250)
+    assert_right([EngineJob(prompt, SamplingParams(), output=output)], model[1], 250)
 
 
 @pytest.mark.vllm
@@ -208,4 +208,4 @@ def test_stack_tensor_parallel_rank_killed_is_a_lost_worker_and_the_request_goes
             output = [*first.token_ids, *(token for delta in deltas for token in delta.token_ids)]
 
     assert not any(rank.is_running() for rank in ranks.values())
-    assert_right([Job(prompt, SamplingParams(), output=output)], model[1], 300)
+    assert_right([EngineJob(prompt, SamplingParams(), output=output)], model[1], 300)

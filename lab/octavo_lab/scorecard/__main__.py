@@ -11,8 +11,8 @@ from typing import Final
 
 from octavo.cli import output
 
-from octavo_lab.scorecard.registry import Entry, load
-from octavo_lab.scorecard.runner import Result, not_run, run
+from octavo_lab.scorecard import load
+from octavo_lab.scorecard.runner import Record, not_run, run
 
 DEFAULT_OUT: Final = Path("build/scorecard.json")
 _COLOURS: Final = {"ok": "green", "short": "red", "error": "red", "measured": "dim", "not run": "dim"}
@@ -40,49 +40,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         print(output.table(("NAME", "UNIT", "TARGET", "", "MEASURES"), rows))
         return 0
-    show = _Table(entries)
-    results = []
+    name, unit = (max(len(getattr(one, cell)) for one in entries) for cell in ("name", "unit"))
+    row = f"{{:{name}}}  {{:>10}}  {{:{unit}}}  {{:6}}  "
+    print(output.paint(row.format("NAME", "VALUE", "UNIT", "TARGET") + "VERDICT", "bold"), flush=True)
+    records: list[Record] = []
     for one in entries:
-        results.append(not_run(one) if one.long and not parsed.long else run(one))
-        show.row(results[-1])
+        found = not_run(one) if one.long and not parsed.long else run(one)
+        value = "" if found["value"] is None else format_value(found["value"])
+        reason = f": {' '.join(found['reason'].split())[:160]}" if found["reason"] else ""
+        verdict = output.paint(found["verdict"], _COLOURS[found["verdict"]])
+        print(row.format(one.name, value, one.unit, found["target"] or "") + verdict + reason, flush=True)
         # After each, so that an interrupted run leaves what it has.
+        records.append(found)
         parsed.out.parent.mkdir(parents=True, exist_ok=True)
-        parsed.out.write_text(json.dumps([result.as_record() for result in results], indent=2) + "\n")
+        parsed.out.write_text(json.dumps(records, indent=2) + "\n")
     print(f"\nwritten to {parsed.out}")
-    return 1 if any(result.verdict == "error" for result in results) else 0
-
-
-class _Table:
-    """Prints rows as they come, under a header that knows their widths."""
-
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self._name = max(len("NAME"), *(len(one.name) for one in entries))
-        self._unit = max(len("UNIT"), *(len(one.unit) for one in entries))
-        self._target = max(len("TARGET"), *(len(str(one.target or "")) for one in entries))
-        print(output.paint(self._line("NAME", "VALUE", "UNIT", "TARGET", "VERDICT"), "bold"), flush=True)
-
-    def _line(self, name: str, value: str, unit: str, target: str, verdict: str) -> str:
-        columns = (
-            name.ljust(self._name),
-            value.rjust(10),
-            unit.ljust(self._unit),
-            target.ljust(self._target),
-        )
-        return "  ".join((*columns, verdict))
-
-    def row(self, result: Result) -> None:
-        """Print one result."""
-        value = "" if result.value is None else format_value(result.value)
-        verdict = output.paint(result.verdict, _COLOURS[result.verdict])
-        if result.reason:
-            verdict += f": {' '.join(result.reason.split())[:160]}"
-        target = str(result.entry.target or "")
-        print(self._line(result.entry.name, value, result.entry.unit, target, verdict), flush=True)
+    return 1 if any(found["verdict"] == "error" for found in records) else 0
 
 
 def format_value(value: float) -> str:
     """Return a value with as many digits as say something."""
-    if value == int(value) and abs(value) < 1e9:
+    if abs(value) < 1e9 and value == int(value):
         return str(int(value))
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 

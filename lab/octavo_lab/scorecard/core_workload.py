@@ -6,31 +6,23 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, ParamSpec
 
 from octavo.protocol.keys import chain
 from octavo.protocol.steps import KEY_BYTES, Priority, Report
 
-from octavo_lab.sim import (
-    Arrival,
-    Cell,
-    Recorder,
-    SimWorkerConfig,
-    StepTimes,
-    poisson,
-    request_of,
-)
+from octavo_lab.sim import Arrival, Cell, Observer, Recorder, SimWorkerConfig, StepTimes, poisson, request_of
 from scheduler_svc.core import CoreConfig, Effect, NewRequest, Reject, SchedulerCore, SendPlan
 
 TIMES = StepTimes.builtin()
 ROOT = bytes(KEY_BYTES)
-
-
-def percentile(values: Iterable[float], share: float) -> float:
-    """Return the value below which a share of the values lies."""
-    ranked = sorted(values)
-    return ranked[min(len(ranked) - 1, int(share * len(ranked)))]
+UNBOUNDED = 10**6
+"""Length of a queue that takes everything."""
+_P = ParamSpec("_P")
+Range = tuple[int, int]
 
 
 class TimedCore(SchedulerCore):
@@ -44,30 +36,20 @@ class TimedCore(SchedulerCore):
 
     def report(self, worker_id: str, report: Report, now: float) -> list[Effect]:
         """Take a report in."""
-        began = time.perf_counter()
-        effects = super().report(worker_id, report, now)
-        self.report_s.append(time.perf_counter() - began)
-        return effects
+        return _timed(self.report_s, super().report, worker_id, report, now)
 
     def tick(self, now: float) -> list[Effect]:
         """Do what is due."""
-        began = time.perf_counter()
-        effects = super().tick(now)
-        self.tick_s.append(time.perf_counter() - began)
-        return effects
+        return _timed(self.tick_s, super().tick, now)
 
     def submit(self, spec: NewRequest, now: float) -> list[Effect]:
         """Take a request in."""
-        began = time.perf_counter()
-        effects = super().submit(spec, now)
-        self.submit_s.append(time.perf_counter() - began)
-        return effects
+        return _timed(self.submit_s, super().submit, spec, now)
 
     def forget(self) -> None:
         """Begin to measure anew."""
-        self.report_s.clear()
-        self.tick_s.clear()
-        self.submit_s.clear()
+        for times in (self.report_s, self.tick_s, self.submit_s):
+            times.clear()
 
     def step_us(self) -> float:
         """Return the median cost of one step, from its report to the next plan, in microseconds."""
@@ -76,20 +58,38 @@ class TimedCore(SchedulerCore):
         return 1e6 * (statistics.median(self.report_s) + ticks * tick_s)
 
 
+def _timed(
+    times: list[float], call: Callable[_P, list[Effect]], *args: _P.args, **kwargs: _P.kwargs
+) -> list[Effect]:
+    began = time.perf_counter()
+    effects = call(*args, **kwargs)
+    times.append(time.perf_counter() - began)
+    return effects
+
+
+def cell_of(core: SchedulerCore, num_workers: int, *observers: Observer, **config: Any) -> Cell:
+    """Return a cell of workers that are all alike; `config` is of SimWorkerConfig."""
+    workers = [SimWorkerConfig(worker_id=f"w{i}", step_times=TIMES, **config) for i in range(num_workers)]
+    return Cell(core, workers, observers=observers)
+
+
+def traffic(
+    rng: random.Random, rate_per_s: float, seconds: float, prompt_tokens: Range, output_tokens: Range
+) -> Iterator[Arrival]:
+    """Yield Poisson arrivals for so long, with lengths drawn evenly from ranges."""
+    for at in itertools.takewhile(lambda at: at < seconds, poisson(rate_per_s, rng)):
+        yield Arrival(at, _between(rng, prompt_tokens), _between(rng, output_tokens))
+
+
+def _between(rng: random.Random, lengths: Range) -> int:
+    return lengths[0] if lengths[0] == lengths[1] else rng.randint(*lengths)
+
+
 def steady_decode(num_workers: int, num_seqs: int, steps: int) -> TimedCore:
     """Run so many steps of workers that all decode so many sequences, with keys and prefix caching."""
-    core = TimedCore(CoreConfig(max_waiting_requests=10**6))
-    workers = [
-        SimWorkerConfig(
-            worker_id=f"w{index}",
-            step_times=TIMES,
-            num_blocks=80 * num_seqs,
-            max_num_seqs=num_seqs,
-            max_num_batched_tokens=8192,
-        )
-        for index in range(num_workers)
-    ]
-    cell = Cell(core, workers)
+    core = TimedCore(CoreConfig(max_waiting_requests=UNBOUNDED))
+    room = {"num_blocks": 80 * num_seqs, "max_num_seqs": num_seqs, "max_num_batched_tokens": 8192}
+    cell = cell_of(core, num_workers, **room)
     for index in range(num_workers * num_seqs):
         request = request_of(Arrival(0.0, 64 + index % 16, 1000), f"request-{index}", seed=index)
         cell.submit_at(0.001, replace(request, root_key=ROOT))
@@ -100,11 +100,10 @@ def steady_decode(num_workers: int, num_seqs: int, steps: int) -> TimedCore:
     return core
 
 
-def admissions(num_workers: int, num_requests: int) -> TimedCore:
-    """Submit requests one by one to a fleet of which half is busy and half is idle."""
-    core = TimedCore(CoreConfig(max_waiting_requests=10**6))
-    workers = [SimWorkerConfig(worker_id=f"w{index}", step_times=TIMES) for index in range(num_workers)]
-    cell = Cell(core, workers)
+def admit_us(num_workers: int, num_requests: int) -> float:
+    """Return the median cost of submitting a request to a fleet of which half is busy and half is idle."""
+    core = TimedCore(CoreConfig(max_waiting_requests=UNBOUNDED))
+    cell = cell_of(core, num_workers)
     for index in range(num_workers // 2):
         cell.submit_at(0.001, request_of(Arrival(0.0, 64, 4000), f"busy-{index}", seed=index))
     cell.loop.run(until=1.0)
@@ -113,125 +112,111 @@ def admissions(num_workers: int, num_requests: int) -> TimedCore:
     opening = [rng.randrange(1000) for _ in range(256)]
     for index in range(num_requests):
         tokens = [*opening, *(rng.randrange(1000) for _ in range(256))]
-        request = request_of(Arrival(0.0, len(tokens), 8), f"new-{index}", seed=10**6 + index)
+        request = request_of(Arrival(0.0, len(tokens), 8), f"new-{index}", seed=UNBOUNDED + index)
         keys = tuple(chain(ROOT, tokens, 16))
         request = replace(request, prompt_token_ids=tokens, prompt_keys=keys, root_key=ROOT)
         cell.submit_at(1.0 + index * 0.002, request)
     cell.loop.run(until=1.0 + num_requests * 0.002)
-    return core
+    return 1e6 * statistics.median(core.submit_s)
 
 
-@dataclass(slots=True)
 class WaitWatch:
-    """Counts, for each request that is passed by higher classes, the starts since its turn was due.
+    """Notes who starts when, to judge how often requests are passed by higher classes.
 
-    Docs/scheduler.md promises: at most `stride * (1 + those due before it)`.
+    Requests are told by their seeds.
     """
 
-    core: SchedulerCore
-    worst: float = 0.0
-    judged: int = 0
-    _waiting: dict[int, NewRequest] = field(default_factory=dict)
-    _arrivals: dict[int, float] = field(default_factory=dict)
-    _due: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _starts: int = 0
+    def __init__(self, config: CoreConfig) -> None:
+        self._config = config
+        self._due_at: dict[int, float] = {}
+        """When they come of age."""
+        self._passed: set[int] = set()
+        """Those of lower classes, which others may pass."""
+        self._left_at: dict[int, float] = {}
+        """When they began to run or were refused."""
+        self._starts: list[tuple[float, int]] = []
 
     def submitted(self, spec: NewRequest, now: float) -> None:
         """A request has been sent."""
         seed = spec.sampling.seed or 0
-        self._waiting[seed] = spec
-        self._arrivals[seed] = now
-
-    def _due_at(self, seed: int) -> float:
-        return self._arrivals[seed] + self.core.config.aging_s[self._waiting[seed].priority]
+        self._due_at[seed] = now + self._config.aging_s[spec.priority]
+        if spec.priority is not Priority.INTERACTIVE:
+            self._passed.add(seed)
 
     def effects(self, effects: list[Effect], now: float) -> None:
-        """Count starts, and who has come of age."""
-        admits = [a for effect in effects if isinstance(effect, SendPlan) for a in effect.plan.admit]
+        """Note starts and refusals."""
         for effect in effects:
             if isinstance(effect, Reject):
-                self._waiting.pop(int(effect.request_id), None)
-        if not admits:
-            return
-        stride = self.core.config.aging_stride
-        for seed, spec in self._waiting.items():
-            at = self._due_at(seed)
-            if spec.priority is not Priority.INTERACTIVE and seed not in self._due and at <= now:
-                ahead = sum(self._due_at(other) <= at for other in self._waiting) - 1
-                self._due[seed] = (self._starts, stride * (1 + ahead))
-        for admit in admits:
-            self._starts += 1
-            seed = admit.sampling.seed or 0
-            if self._waiting.pop(seed, None) is not None and seed in self._due:
-                since, bound = self._due.pop(seed)
-                self.worst = max(self.worst, (self._starts - since) / bound)
-                self.judged += 1
+                self._left_at.setdefault(int(effect.request_id), now)
+            elif isinstance(effect, SendPlan):
+                for admit in effect.plan.admit:
+                    self._left_at.setdefault(admit.sampling.seed or 0, now)
+                    self._starts.append((now, admit.sampling.seed or 0))
+
+    def over_bound(self) -> list[float]:
+        """Return, of each that came of age and then started, the starts since then over what is promised.
+
+        Docs/scheduler.md promises at most `stride * (1 + those due before it)`.
+        """
+        found = []
+        for number, (now, seed) in enumerate(self._starts, start=1):
+            due_at = self._due_at[seed]
+            if seed not in self._passed or due_at > now:
+                continue
+            self._passed.remove(seed)
+            since = bisect_left(self._starts, (due_at, 0))
+            ahead = sum(
+                at <= due_at and self._left_at.get(other, due_at) >= due_at
+                for other, at in self._due_at.items()
+            )
+            found.append((number - since) / (self._config.aging_stride * ahead))
+        return found
 
 
-def aging(seconds: float) -> WaitWatch:
-    """Flood two workers with interactive requests beside a few of the other classes."""
-    core = SchedulerCore(CoreConfig(max_waiting_requests=60))
-    watch = WaitWatch(core)
-    workers = [SimWorkerConfig(worker_id=f"w{i}", step_times=TIMES, max_num_seqs=8) for i in range(2)]
-    cell = Cell(core, workers, observers=[watch])
-    rng = random.Random(3)
-    number = itertools.count(1)
-
-    def send(times: Iterator[float], priority: Priority) -> None:
-        for at in itertools.takewhile(lambda at: at < seconds, times):
-            seed = next(number)
-            shape = Arrival(at, rng.randint(20, 200), rng.randint(5, 60))
+def waits_over_bound(seconds: float) -> list[float]:
+    """Flood two workers with interactive requests beside a few of the other classes, and watch these."""
+    config = CoreConfig(max_waiting_requests=60)
+    watch = WaitWatch(config)
+    cell = cell_of(SchedulerCore(config), 2, watch, max_num_seqs=8)
+    rng, seeds = random.Random(3), itertools.count(1)
+    for priority, rate in ((Priority.INTERACTIVE, 60.0), (Priority.STANDARD, 0.4), (Priority.BATCH, 0.2)):
+        for arrival in traffic(rng, rate, seconds, (20, 200), (5, 60)):
+            request = request_of(arrival, str(seed := next(seeds)), seed)
             paced = priority is not Priority.INTERACTIVE
-            request = replace(request_of(shape, str(seed), seed), priority=priority, paced=paced)
-            cell.submit_at(at, request)
-
-    send(poisson(60.0, rng), Priority.INTERACTIVE)
-    send(poisson(0.4, rng), Priority.STANDARD)
-    send(poisson(0.2, rng), Priority.BATCH)
+            cell.submit_at(arrival.at, replace(request, priority=priority, paced=paced))
     cell.loop.run(until=seconds)
-    return watch
+    return watch.over_bound()
 
 
 def gaps_under_prompts(target_itl_s: float | None, seconds: float) -> list[float]:
     """Return the times between tokens of 16 long answers while prompts keep arriving."""
-    core = SchedulerCore(CoreConfig(target_itl_s=target_itl_s))
     recorder = Recorder(gaps=True)
-    worker = SimWorkerConfig(worker_id="w", step_times=TIMES, max_num_batched_tokens=2048)
-    cell = Cell(core, [worker], observers=[recorder])
+    core = SchedulerCore(CoreConfig(target_itl_s=target_itl_s))
+    cell = cell_of(core, 1, recorder, max_num_batched_tokens=2048)
     for index in range(16):
         cell.submit_at(0.0, request_of(Arrival(0.0, 64, 4000), f"long-{index}", seed=index))
-    rng = random.Random(5)
-    for index, at in enumerate(itertools.takewhile(lambda at: at < seconds, poisson(0.5, rng))):
-        shape = Arrival(at, rng.randint(100, 2000), 8)
-        cell.submit_at(2.0 + at, request_of(shape, f"prompt-{index}", seed=100 + index))
+    for index, arrival in enumerate(traffic(random.Random(5), 0.5, seconds, (100, 2000), (8, 8))):
+        cell.submit_at(2.0 + arrival.at, request_of(arrival, f"prompt-{index}", seed=100 + index))
     cell.loop.run(until=2.0)
     recorder.token_gaps_s.clear()
     cell.loop.run(until=2.0 + seconds)
     return recorder.token_gaps_s
 
 
-def tenant_ttft_s(
-    policy: str, num_workers: int, *, flood: bool, seconds: float, rate_per_s: float
-) -> list[float]:
+def policy_cell(policy: str, recorder: Recorder, num_workers: int = 2) -> Cell:
+    """Return workers of 16 sequences under a policy, with a queue that takes everything."""
+    core = SchedulerCore(CoreConfig(policy=policy, max_waiting_requests=UNBOUNDED))
+    return cell_of(core, num_workers, recorder, max_num_seqs=16)
+
+
+def tenant_ttft_s(policy: str, num_workers: int, *, flood: bool, seconds: float) -> list[float]:
     """Return the times to first token of a tenant's modest traffic, while another floods or not."""
-    core = SchedulerCore(CoreConfig(policy=policy, max_waiting_requests=10**6))
     recorder = Recorder()
-    workers = [
-        SimWorkerConfig(worker_id=f"w{i}", step_times=TIMES, max_num_seqs=16) for i in range(num_workers)
-    ]
-    cell = Cell(core, workers, observers=[recorder])
-    number = itertools.count(1)
-
-    def send(rate: float, tenant: str, seed: int) -> None:
-        rng = random.Random(seed)
-        for at in itertools.takewhile(lambda at: at < seconds, poisson(rate, rng)):
-            key = next(number)
-            request = request_of(Arrival(at, rng.randint(50, 250), rng.randint(20, 60)), f"r{key}", key)
-            cell.submit_at(at, replace(request, tenant=tenant))
-
-    send(rate_per_s, "modest", 1)
-    if flood:
-        send(60.0, "flood", 2)
+    cell, seeds = policy_cell(policy, recorder, num_workers), itertools.count(1)
+    for index, (tenant, rate) in enumerate((("modest", 8.0), *([("flood", 60.0)] if flood else [])), start=1):
+        for arrival in traffic(random.Random(index), rate, seconds, (50, 250), (20, 60)):
+            request = request_of(arrival, f"r{(seed := next(seeds))}", seed)
+            cell.submit_at(arrival.at, replace(request, tenant=tenant))
     cell.loop.run(until=seconds)
     return [
         result.ttft_s
@@ -240,36 +225,28 @@ def tenant_ttft_s(
     ]
 
 
-def mixed(rng: random.Random) -> Arrival:
+def mixed(at: float, rng: random.Random) -> Arrival:
     """Return a request of middling size."""
-    return Arrival(0.0, rng.randint(50, 400), rng.randint(10, 100))
-
-
-def two_workers(policy: str, recorder: Recorder) -> Cell:
-    """Return two workers under a policy, with a queue that takes everything."""
-    core = SchedulerCore(CoreConfig(policy=policy, max_waiting_requests=10**6))
-    workers = [SimWorkerConfig(worker_id=f"w{i}", step_times=TIMES, max_num_seqs=16) for i in range(2)]
-    return Cell(core, workers, observers=[recorder])
+    return Arrival(at, rng.randint(50, 400), rng.randint(10, 100))
 
 
 def capacity_per_s(seconds: float) -> float:
     """Return the mixed requests that two workers finish per second when there are always more."""
-    recorder = Recorder()
-    cell = two_workers("fcfs", recorder)
-    rng = random.Random(9)
+    recorder, rng = Recorder(), random.Random(9)
+    cell = policy_cell("fcfs", recorder)
     for number in range(int(30 * seconds)):
-        cell.submit_at(0.0, request_of(mixed(rng), f"r{number}", number))
+        cell.submit_at(0.0, request_of(mixed(0.0, rng), f"r{number}", number))
     cell.loop.run(until=seconds)
     return len(recorder.completed) / seconds
 
 
 def deadlines_met(policy: str, rate_per_s: float, seconds: float) -> float:
     """Return the share of mixed requests that end before their deadline on two workers."""
-    recorder = Recorder()
-    cell = two_workers(policy, recorder)
-    rng = random.Random(9)
+    recorder, rng = Recorder(), random.Random(9)
+    cell = policy_cell(policy, recorder)
     for number, at in enumerate(itertools.takewhile(lambda at: at < seconds, poisson(rate_per_s, rng))):
         deadline = at + rng.choice([6.0, 12.0, 30.0]) * rng.uniform(0.8, 1.2)
-        cell.submit_at(at, replace(request_of(mixed(rng), f"r{number}", number), deadline=deadline))
+        request = request_of(mixed(at, rng), f"r{number}", number)
+        cell.submit_at(at, replace(request, deadline=deadline))
     cell.loop.run()
     return len(recorder.completed) / len(recorder.results)

@@ -6,102 +6,34 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 LOGPROB_TOLERANCE: Final = 2e-3
 Position = tuple[str, float, dict[str, float]]
 """Token, log probability, and the best tokens with theirs."""
 _TIMEOUT_S: Final = 300.0
-_TEXTS: Final = (
-    "The capital of France is",
-    "One, two, three,",
-    "Once upon a time, in a small house by the river,",
-    "def fibonacci(n):\n    ",
-    "Grüße aus Köln! Das Wetter ist",
-    "你好世界。今天",
-    "The first president of the United States was",
-    "Q: What is 2 + 2?\nA:",
-)
-_QUESTIONS: Final = (
-    "What is the capital of France?",
-    "Name three colours.",
-    "Write a line of a poem with an emoji in it.",
-    "Count from one to five.",
-    "How do I boil an egg?",
-)
+Question = tuple[str, dict[str, Any]]
+"""Path and body of a request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One request."""
-
-    path: str
-    body: dict[str, Any]
-
-
-def asks() -> list[Ask]:
+def questions() -> list[Question]:
     """Return fifty greedy requests that use what both servers have."""
-    completions: list[dict[str, Any]] = [{"prompt": text} for text in _TEXTS]
-    completions += [{"prompt": text, "logprobs": 3} for text in _TEXTS[:6]]
-    completions += [
-        {"prompt": _TEXTS[1], "stop": ["five", ", six"], "max_tokens": 30},
-        {"prompt": _TEXTS[1], "stop": " four", "stream": True},
-        {"prompt": _TEXTS[2], "stop": [".", "\n"], "logprobs": 1},
-        {"prompt": _TEXTS[0], "min_tokens": 12, "max_tokens": 20},
-        {"prompt": _TEXTS[0], "ignore_eos": True, "max_tokens": 40},
-        {"prompt": _TEXTS[2], "repetition_penalty": 1.3},
-        {"prompt": _TEXTS[2], "presence_penalty": 0.7, "frequency_penalty": 0.4},
-        {"prompt": _TEXTS[0], "logit_bias": {"260": 5.0, "7042": -100.0}},
-        {"prompt": _TEXTS[0], "stop_token_ids": [30], "max_tokens": 30},
-        {"prompt": _TEXTS[0], "echo": True},
-        {"prompt": [1, 504, 3575, 282], "logprobs": 0},
-        {"prompt": list(_TEXTS[:3])},
-        {"prompt": [[504, 3575], [57, 1442, 28]], "stream": True},
-        {"prompt": _TEXTS[4], "stream": True, "logprobs": 2},
-        {"prompt": _TEXTS[5], "stream": True, "max_tokens": 24},
-        {"prompt": _TEXTS[3], "skip_special_tokens": False, "max_tokens": 48},
-        {"prompt": _TEXTS[6], "return_token_ids": True},
-        {"prompt": _TEXTS[7], "max_tokens": 1},
-    ]
-    chats: list[dict[str, Any]] = [_chat(question) for question in _QUESTIONS]
-    chats += [_chat(question, stream=True) for question in _QUESTIONS[:3]]
-    chats += [_chat(question, logprobs=True, top_logprobs=3) for question in _QUESTIONS[:4]]
-    chats += [
-        _chat(_QUESTIONS[2], logprobs=True, top_logprobs=1, stream=True),
-        _chat(_QUESTIONS[0], system="Answer in one word."),
-        _chat([{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of Italy?"}]),
-        _chat(_QUESTIONS[3], stop=["three"]),
-        _chat(_QUESTIONS[4], max_completion_tokens=5),
-        _chat(_QUESTIONS[1], repetition_penalty=1.2),
-    ]
-    found = [Ask("/v1/completions", {"max_tokens": 16, **body}) for body in completions]
-    found += [Ask("/v1/chat/completions", {"max_tokens": 24, **body}) for body in chats]
-    for ask in found:
-        ask.body["temperature"] = 0
-        if ask.body.get("stream"):
-            ask.body["stream_options"] = {"include_usage": True}
-        if "max_completion_tokens" in ask.body:
-            del ask.body["max_tokens"]
-    return found
+    lines = (Path(__file__).parent / "gateway_questions.jsonl").read_text(encoding="utf-8").splitlines()
+    return [(one["path"], one["body"]) for one in map(json.loads, lines)]
 
 
-def _chat(content: Any, system: str | None = None, **body: Any) -> dict[str, Any]:
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    return {"messages": [*messages, {"role": "user", "content": content}], **body}
-
-
-def answer(base: str, model: str, ask: Ask) -> dict[str, Any]:
+def answer(base: str, model: str, question: Question) -> dict[str, Any]:
     """Return the answer as a whole one, whether it is streamed or not."""
-    body = json.dumps({"model": model, **ask.body}).encode()
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(base + ask.path, body, headers)  # noqa: S310 # our own servers
+    path, body = question
+    content, headers = json.dumps({"model": model, **body}).encode(), {"content-type": "application/json"}
+    request = urllib.request.Request(base + path, content, headers)  # noqa: S310 # our own servers
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:  # noqa: S310 # our own servers
             text = reply.read().decode()
     except urllib.error.HTTPError as error:
         return {"status": error.code, "error": error.read().decode(errors="replace")}
-    if not ask.body.get("stream"):
+    if not body.get("stream"):
         found: dict[str, Any] = json.loads(text)
         return found
     events = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: {")]
@@ -132,7 +64,7 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
     """
     if "choices" not in ours or "choices" not in theirs:
         if ours != theirs:
-            yield f"answers: {_short(ours)} and {_short(theirs)}"
+            yield f"answers: {str(ours)[:200]} and {str(theirs)[:200]}"
         return
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         if ours["usage"][name] != theirs["usage"][name]:
@@ -186,7 +118,3 @@ def _ends_within_a_character(ours: dict[str, Any], theirs: dict[str, Any]) -> bo
         ours["finish_reason"] == theirs["finish_reason"] == "length"
         and _text(ours).rstrip("\ufffd") == _text(theirs)
     )
-
-
-def _short(value: object) -> str:
-    return str(value)[:200]

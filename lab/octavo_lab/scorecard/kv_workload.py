@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from worker_svc.kv.errors import IntegrityError, OutOfBlocks, require
@@ -27,7 +28,7 @@ def key_of(chain: int, index: int) -> bytes:
 
 
 @dataclass(slots=True, eq=False)
-class Tenant:
+class BlockHolder:
     """A sequence that holds blocks."""
 
     chain: int
@@ -51,7 +52,7 @@ class MemoryWorkload:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.memory = PagedMemory(pool, block_size, num_host_blocks, pin_budget)
-        self.tenants: list[Tenant] = []
+        self.holders: list[BlockHolder] = []
         self.outcomes: Counter[str] = Counter()
         """How often what came to pass."""
         self._landing: list[list[Promotion]] = []
@@ -76,48 +77,50 @@ class MemoryWorkload:
             after = self.memory.report(0)
             require("a refusal takes nothing", before == after, (before, after))
             return
-        tenant = Tenant(chain, num_tokens, placement.block_table, placement.cached_tokens, placement.arrival)
-        require("admission takes one slot more", len(tenant.table) == num_tokens // size + 1)
+        holder = BlockHolder(
+            chain, num_tokens, placement.block_table, placement.cached_tokens, placement.arrival
+        )
+        require("admission takes one slot more", len(holder.table) == num_tokens // size + 1)
         cached = placement.cached_tokens + placement.host_cached_tokens
         require("something is left to compute", cached < num_tokens)
         self.outcomes["hit blocks"] += placement.cached_tokens // size
         self.outcomes["host hit blocks"] += placement.host_cached_tokens // size
-        self.tenants.append(tenant)
+        self.holders.append(holder)
 
     def compute(self, pick: int, num_tokens: int) -> None:
         """Copy what is due, then compute tokens of a sequence and publish the blocks that they fill."""
-        if not self.tenants:
+        if not self.holders:
             return
-        tenant = self.tenants[pick % len(self.tenants)]
+        holder = self.holders[pick % len(self.holders)]
         self.copy_out(failed=False)
-        if tenant.arrival is not None:
-            if tenant.arrival.num_missing:
+        if holder.arrival is not None:
+            if holder.arrival.num_missing:
                 return
             try:
-                self.memory.own_lost_blocks(tenant.table, tenant.arrival)
+                self.memory.own_lost_blocks(holder.table, holder.arrival)
             except OutOfBlocks:
                 self.outcomes["waits for a block"] += 1
                 return
             self.copy_out(failed=False)
-            tenant.computed = tenant.arrival.num_valid_blocks * self.block_size
-            tenant.arrival = None
-        end = min(tenant.computed + num_tokens, len(tenant.table) * self.block_size)
-        self._check_contents(tenant)
-        for index in range(tenant.computed // self.block_size, -(-end // self.block_size)):
-            block, key = tenant.table[index], key_of(tenant.chain, index)
-            users = [other for other in self.tenants if block in other.table and other.arrival is None]
-            require("what is written belongs to one", users == [tenant], block)
+            holder.computed = holder.arrival.num_valid_blocks * self.block_size
+            holder.arrival = None
+        end = min(holder.computed + num_tokens, len(holder.table) * self.block_size)
+        self._check_contents(holder)
+        for index in range(holder.computed // self.block_size, -(-end // self.block_size)):
+            block, key = holder.table[index], key_of(holder.chain, index)
+            users = [other for other in self.holders if block in other.table and other.arrival is None]
+            require("what is written belongs to one", users == [holder], block)
             whole = end >= (index + 1) * self.block_size
             self._device[block] = key if whole else None
             if whole:
                 self.memory.publish(block, key)
-        tenant.computed = max(end, tenant.computed)
+        holder.computed = max(end, holder.computed)
 
     def grow(self, pick: int) -> None:
         """Give a sequence one more block, if there is one."""
-        if not self.tenants:
+        if not self.holders:
             return
-        table = self.tenants[pick % len(self.tenants)].table
+        table = self.holders[pick % len(self.holders)].table
         try:
             self.memory.grow(table)
         except OutOfBlocks:
@@ -126,11 +129,11 @@ class MemoryWorkload:
 
     def release(self, pick: int) -> None:
         """Let a sequence go, whatever it waits for."""
-        if self.tenants:
-            tenant = self.tenants.pop(pick % len(self.tenants))
-            if tenant.arrival is not None:
-                tenant.arrival.withdrawn = True
-            self.memory.release(tenant.table)
+        if self.holders:
+            holder = self.holders.pop(pick % len(self.holders))
+            if holder.arrival is not None:
+                holder.arrival.withdrawn = True
+            self.memory.release(holder.table)
             self.memory.drop_abandoned()
 
     def evict(self, num_blocks: int) -> None:
@@ -181,30 +184,24 @@ class MemoryWorkload:
     def observe(self) -> None:
         """Apply the key events and compare the key sets with those of the memory."""
         events = self.memory.take_key_events()
-        for key in events.demoted:
-            self._seen_device.discard(key)
-            self._seen_host.add(key)
-        for key in events.evicted:
-            self._seen_device.discard(key)
-            self._seen_host.discard(key)
-        for key in events.promoted:
-            self._seen_host.discard(key)
-            self._seen_device.add(key)
-        self._seen_device.update(events.stored)
+        self._seen_device.difference_update(events.demoted, events.evicted)
+        self._seen_device.update(events.promoted, events.stored)
+        self._seen_host.update(events.demoted)
+        self._seen_host.difference_update(events.evicted, events.promoted)
         device, host = self.memory.cached_keys()
         require("key events add up to the device's keys", self._seen_device == set(device))
         require("key events add up to the host's keys", self._seen_host == set(host))
 
     def check(self) -> None:
         """Audit everything from scratch."""
-        self.memory.check_integrity(Counter(block for tenant in self.tenants for block in tenant.table))
-        for tenant in self.tenants:
-            self._check_contents(tenant)
+        self.memory.check_integrity(Counter(block for holder in self.holders for block in holder.table))
+        for holder in self.holders:
+            self._check_contents(holder)
         self.observe()
 
     def drain(self) -> None:
         """Let everything go and check that every block is back."""
-        while self.tenants:
+        while self.holders:
             self.release(0)
         while self._landing:
             self.land(0, failed=False)
@@ -216,31 +213,24 @@ class MemoryWorkload:
 
     def random_operation(self, rng: random.Random) -> None:
         """Make one operation that an engine could make now."""
-        draw = rng.random()
         pick = rng.randrange(1 << 16)
-        if draw < 0.15:
-            self.admit(rng.randrange(NUM_CHAINS), rng.randint(1, 12 * self.block_size))
-        elif draw < 0.55:
-            self.compute(pick, rng.randint(1, 2 * self.block_size))
-        elif draw < 0.65:
-            self.grow(pick)
-        elif draw < 0.78:
-            self.release(pick)
-        elif draw < 0.80:
-            self.evict(rng.randrange(4))
-        elif draw < 0.88:
-            self.start_promotions(rng.randrange(1, 5))
-        elif draw < 0.95:
-            self.land(pick, failed=rng.random() < 0.1)
-        elif draw < 0.96:
-            self.copy_out(failed=rng.random() < 0.5)
-        elif draw < 0.97:
-            self.pin(rng.randrange(3), rng.randrange(NUM_CHAINS), rng.randrange(4))
-        else:
-            self.observe()
+        operations: dict[Callable[[], None], int] = {
+            lambda: self.admit(rng.randrange(NUM_CHAINS), rng.randint(1, 12 * self.block_size)): 15,
+            lambda: self.compute(pick, rng.randint(1, 2 * self.block_size)): 40,
+            lambda: self.grow(pick): 10,
+            lambda: self.release(pick): 13,
+            lambda: self.evict(rng.randrange(4)): 2,
+            lambda: self.start_promotions(rng.randrange(1, 5)): 8,
+            lambda: self.land(pick, failed=rng.random() < 0.1): 7,
+            lambda: self.copy_out(failed=rng.random() < 0.5): 3,
+            lambda: self.pin(rng.randrange(3), rng.randrange(NUM_CHAINS), rng.randrange(4)): 1,
+            self.observe: 1,
+        }
+        (operation,) = rng.choices([*operations], [*operations.values()])
+        operation()
 
-    def _check_contents(self, tenant: Tenant) -> None:
-        for index in range(tenant.computed // self.block_size):
-            held = self._device.get(tenant.table[index])
-            if held != key_of(tenant.chain, index):
-                raise IntegrityError("a sequence reads what it computed", f"block {tenant.table[index]}")
+    def _check_contents(self, holder: BlockHolder) -> None:
+        for index in range(holder.computed // self.block_size):
+            held = self._device.get(holder.table[index])
+            if held != key_of(holder.chain, index):
+                raise IntegrityError("a sequence reads what it computed", f"block {holder.table[index]}")

@@ -26,7 +26,7 @@ Phase = Literal["waiting", "prefill", "decode"]
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class EngineJob:
     """What a client wants, and how far it is."""
 
     prompt: list[int]
@@ -55,20 +55,27 @@ class Job:
 
 
 class PlanWorkload:
-    """Runs jobs on one engine. With `disturb`, chunks, skips, preemptions and arrivals are random."""
+    """Runs jobs on one engine. With `disturb`, chunks, skips, preemptions and arrivals are random.
 
-    def __init__(self, engine: StepEngine, block_size: int, max_num_seqs: int, seed: int = 0) -> None:
+    Args:
+        engine: with no sequences on it.
+        block_size: of the engine's memory; None names no content, so that nothing is found in a cache.
+        max_num_seqs: sequences under way at the same time.
+        seed: of all chance; what has another seed shares no cached prefix.
+    """
+
+    def __init__(self, engine: StepEngine, block_size: int | None, max_num_seqs: int, seed: int = 0) -> None:
+        self._max_num_seqs = max_num_seqs
         self._engine = engine
         self._block_size = block_size
-        self._max_num_seqs = max_num_seqs
         self._random = random.Random(seed)
-        self._root = root_key("workload", "", str(seed), block_size, b"")
+        self._root = root_key("workload", "", str(seed), block_size or 1, b"")
         self._next_step = 1
         self._next_handle = 1
         self.seen: Counter[str] = Counter()
         """What came to pass, and how often."""
 
-    def run(self, jobs: Sequence[Job], *, disturb: bool, most: int = 48) -> None:
+    def run(self, jobs: Sequence[EngineJob], *, disturb: bool, most: int = 48) -> None:
         """Run until every job has ended; nothing is left on the engine then.
 
         Args:
@@ -77,7 +84,7 @@ class PlanWorkload:
             most: tokens of the largest random chunk.
         """
         waiting = list(jobs)
-        live: dict[int, Job] = {}
+        live: dict[int, EngineJob] = {}
         while waiting or live:
             plan = self._plan(waiting, live, disturb=disturb, most=most)
             report = self._engine.run_step(plan, time.perf_counter)
@@ -90,7 +97,9 @@ class PlanWorkload:
         self._next_step += 1
         return plan
 
-    def _plan(self, waiting: list[Job], live: dict[int, Job], *, disturb: bool, most: int) -> Plan:
+    def _plan(
+        self, waiting: list[EngineJob], live: dict[int, EngineJob], *, disturb: bool, most: int
+    ) -> Plan:
         chance = self._random.random
         release = []
         for handle, job in live.items():
@@ -132,23 +141,25 @@ class PlanWorkload:
             release=tuple(release),
         )
 
-    def _admit(self, job: Job) -> Admit:
+    def _admit(self, job: EngineJob) -> Admit:
         job.handle = self._next_handle
         self._next_handle += 1
-        tokens = job.tokens
-        keys = chain(self._root, tokens, self._block_size)
+        keys = self._keys(job)
         job.num_sealed = len(keys)
-        return Admit(job.handle, tokens, len(job.prompt), job.sampling, job.choice, tuple(keys))
+        return Admit(job.handle, job.tokens, len(job.prompt), job.sampling, job.choice, tuple(keys))
 
-    def _seals(self, live: dict[int, Job]) -> list[tuple[int, int, bytes]]:
+    def _keys(self, job: EngineJob) -> list[bytes]:
+        return chain(self._root, job.tokens, self._block_size) if self._block_size else []
+
+    def _seals(self, live: dict[int, EngineJob]) -> list[tuple[int, int, bytes]]:
         seals = []
         for handle, job in live.items():
-            keys = chain(self._root, job.tokens, self._block_size)
+            keys = self._keys(job)
             seals += [(handle, index, keys[index]) for index in range(job.num_sealed, len(keys))]
             job.num_sealed = len(keys)
         return seals
 
-    def _read(self, plan: Plan, report: Report, waiting: list[Job], live: dict[int, Job]) -> None:
+    def _read(self, plan: Plan, report: Report, waiting: list[EngineJob], live: dict[int, EngineJob]) -> None:
         require("steps succeed", report.status is StepStatus.OK, report.errors)
         planned = {admit.handle: job for admit in plan.admit for job in waiting if job.handle == admit.handle}
         for admitted in report.admitted:
@@ -180,7 +191,7 @@ class Reference:
         """`model` is a causal language model of transformers, in float32."""
         self._model = model
 
-    def mismatches(self, job: Job) -> tuple[int, int]:
+    def mismatches(self, job: EngineJob) -> tuple[int, int]:
         """Return how many tokens of a greedy job the model would not have chosen: (unexcused, excused).
 
         Each token is judged after the tokens before it. One whose logit is as good as the best is
@@ -198,7 +209,7 @@ class Reference:
         return int((wrong & (gaps >= NEAR_TIE)).sum()), int((wrong & (gaps < NEAR_TIE)).sum())
 
 
-def greedy_jobs(vocab_size: int, count: int, longest: int, max_tokens: int, seed: int = 0) -> list[Job]:
+def greedy_jobs(vocab_size: int, count: int, longest: int, max_tokens: int, seed: int = 0) -> list[EngineJob]:
     """Return jobs with random prompts, of which some share a prefix and some are cancelled."""
     chooser = random.Random(seed)
     shared = [chooser.randrange(3, vocab_size) for _ in range(longest // 2)]
@@ -207,7 +218,7 @@ def greedy_jobs(vocab_size: int, count: int, longest: int, max_tokens: int, seed
     for number in range(count):
         own = [chooser.randrange(3, vocab_size) for _ in range(chooser.randint(1, longest // 2))]
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        job = Job(shared + own if number % 3 == 0 else own, sampling)
+        job = EngineJob(shared + own if number % 3 == 0 else own, sampling)
         if number % 5 == 4:
             job.cancel_in = phases[number // 5 % 3]
         jobs.append(job)

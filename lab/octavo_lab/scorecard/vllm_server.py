@@ -1,6 +1,6 @@
 """`vllm serve` with the demo model, for measures that compare with it."""
 
-# ruff: noqa: PLC0415 - torch and vLLM take seconds to import, and need not be installed
+# ruff: noqa: PLC0415 - vLLM takes seconds to import, and need not be installed
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import aiohttp
 import psutil
 from octavo.stack import free_port
 
+from octavo_lab.scorecard.demo_model import quiet
+from octavo_lab.scorecard.system import READY_S
+
 MODEL: Final = "demo"
 """Name under which the model is served."""
-READY_S: Final = 1200.0
 _BENCH_SERVE: Final = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -32,6 +35,31 @@ main(parser.parse_args())
 """
 BENCH_SERVE: Final = (sys.executable, "-c", _BENCH_SERVE)
 """What `vllm bench serve` runs; the command itself does not start from the CPU build's package."""
+
+
+def limits(max_num_seqs: int, *, serve: bool = False) -> tuple[str, ...]:
+    """Return flags that give Octavo's worker and `vllm serve` the same room."""
+    flags = (
+        "--max-num-seqs",
+        str(max_num_seqs),
+        "--max-num-batched-tokens",
+        "512",
+        "--max-model-len",
+        "1024",
+    )
+    # vLLM keeps one block for itself.
+    blocks = (
+        ("--block-size", "32", "--num-gpu-blocks-override", "1025") if serve else ("--num-blocks", "1024")
+    )
+    return (*flags, *blocks)
+
+
+def enter() -> None:
+    """Start this process anew in the environment that a worker with vLLM would have."""
+    from worker_svc.runner.vllm import installed, placement
+
+    placement.enter(ranks=1, num_threads=None)
+    installed.prepare()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +80,26 @@ async def vllm_serve(*arguments: str, dtype: str = "auto") -> AsyncIterator[Vllm
     Raises:
         RuntimeError: it does not come up; with the end of what it said.
     """
-    port = free_port()
-    base_url = f"http://127.0.0.1:{port}"
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-vllm-serve-")))
-        model, dtype = model_with_tokenizer(folder, dtype)
-        environment = _environment()
-        flags = (
-            *("--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
-            *("--gpu-memory-utilization", "0.25", "--disable-uvicorn-access-log"),
-            *("--served-model-name", MODEL),
-        )
-        log = folder / "log"
-        server = _start(log, environment, [str(model), *flags, *arguments])
-        stack.callback(_end, server)
-        await _until_up(server, base_url, log)
-        yield VllmServer(base_url, model, environment)
+    port = str(free_port())
+    with tempfile.TemporaryDirectory(prefix="octavo-vllm-serve-") as name:
+        model, dtype = model_with_tokenizer(Path(name), dtype)
+        server = VllmServer(f"http://127.0.0.1:{port}", model, _environment())
+        command = [
+            # What `vllm serve` runs; the command itself does not start from the CPU build's package.
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--host", "127.0.0.1", "--port", port, "--dtype", dtype, "--served-model-name", MODEL),
+            *("--gpu-memory-utilization", "0.25", "--disable-uvicorn-access-log", *arguments),
+        ]
+        log = Path(name) / "log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(command, env=server.environment, stdout=file, stderr=file)  # noqa: S603, ASYNC220 - fixed
+        try:
+            if not await _comes_up(process, server.base_url):
+                said = await asyncio.to_thread(log.read_text, errors="replace")
+                raise RuntimeError(f"vllm serve did not come up: {said[-500:]}")
+            yield server
+        finally:
+            _end(process)
 
 
 def _environment() -> dict[str, str]:
@@ -85,14 +117,6 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _start(log: Path, environment: dict[str, str], arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    # What `vllm serve` runs; the command itself does not start from the CPU build's package.
-    model, *flags = arguments
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
-    with log.open("wb") as file:
-        return subprocess.Popen(command, env=environment, stdout=file, stderr=file)  # noqa: S603 - fixed
-
-
 def model_with_tokenizer(folder: Path, wanted_dtype: str) -> tuple[Path, str]:
     """Return the demo model's folder as vLLM serves it, and the type of its weights."""
     from worker_svc.runner.torch.gguf_file import open_gguf
@@ -100,11 +124,11 @@ def model_with_tokenizer(folder: Path, wanted_dtype: str) -> tuple[Path, str]:
     from worker_svc.runner.vllm.settings import chosen_dtype
     from worker_svc.start.models import resolve
 
-    model = resolve("demo", lambda what, fraction: None)
+    model = resolve("demo", quiet)
     dtype = chosen_dtype(wanted_dtype, dequantized=True)
     target = folder / "model"
     target.mkdir()
-    for file in hf_folder_of(model, dtype, lambda what, fraction: None).iterdir():
+    for file in hf_folder_of(model, dtype, quiet).iterdir():
         (target / file.name).symlink_to(file)
     text = open_gguf(model.path).text
     for name, content in text.tokenizer_files.items():
@@ -117,32 +141,24 @@ def model_with_tokenizer(folder: Path, wanted_dtype: str) -> tuple[Path, str]:
     return target, dtype
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a server and what it started."""
-    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    process.terminate()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for child in children:
-        if child.is_running():
-            child.kill()
-
-
-async def _until_up(server: subprocess.Popen[bytes], base_url: str, log: Path) -> None:
-    import aiohttp
-
+async def _comes_up(process: subprocess.Popen[bytes], base_url: str) -> bool:
     give_up_at = time.monotonic() + READY_S
     async with aiohttp.ClientSession() as session:
-        while server.poll() is None and time.monotonic() < give_up_at:
-            try:
+        while process.poll() is None and time.monotonic() < give_up_at:
+            with suppress(aiohttp.ClientConnectionError):
                 async with session.get(f"{base_url}/health") as answer:
                     if answer.status == 200:
-                        return
-            except aiohttp.ClientConnectionError:
-                pass
+                        return True
             await asyncio.sleep(0.5)
-    said = await asyncio.to_thread(log.read_text, errors="replace")
-    raise RuntimeError(f"vllm serve did not come up: {said[-500:]}")
+    return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a server and what it started."""
+    root = psutil.Process(process.pid)
+    family = [root, *root.children(recursive=True)]
+    root.terminate()
+    _, alive = psutil.wait_procs(family, 20)
+    for one in alive:
+        one.kill()
+    process.wait()

@@ -9,39 +9,47 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from octavo_lab.scorecard import Measured, at_least, at_most, registry, runner
+from octavo_lab import scorecard
+from octavo_lab.scorecard import Bound, Entry, at_least, at_most, load, runner
 from octavo_lab.scorecard.__main__ import format_value, main
-from octavo_lab.scorecard.registry import Entry, load
-from octavo_lab.scorecard.runner import Result, judge
 
 SOURCE = """
 import asyncio, os
-from octavo_lab.scorecard import Measured, at_least, at_most, entry
+from octavo_lab.scorecard import Measurement, at_least, at_most, entry
 
-@entry("try.ok", "a value that keeps its target", "ms", at_most(10))
+@entry("try.ok", "ms", at_most(10))
 def ok() -> float:
+    '''a value that
+    keeps its target
+
+    How is not what.
+    '''
     return 9.5
 
-@entry("try.short", "a value that does not", "ratio", at_least(2))
-async def short() -> Measured:
+@entry("try.short", "ratio", at_least(2))
+async def short() -> Measurement:
+    '''a value that does not'''
     await asyncio.sleep(0)
-    return Measured(1.5, {"why": "too slow"})
+    return Measurement(1.5, {"why": "too slow"})
 
-@entry("try.plain", "a value without a target", "count")
+@entry("try.plain", "count", measures="a value without a target")
 def plain() -> float:
     return 3
 
-@entry("try.raises", "a measure that fails", "s", at_most(1))
+@entry("try.raises", "s", at_most(1))
 def raises() -> float:
+    '''a measure that fails'''
     raise RuntimeError("no such luck")
 
-@entry("try.dies", "a measure whose process dies", "s", at_most(1))
+@entry("try.dies", "s", at_most(1))
 def dies() -> float:
+    '''a measure whose process dies'''
     print("about to die", flush=True)
     os._exit(7)
 
-@entry("try.long", "a measure that takes long", "s", at_most(1), long=True)
+@entry("try.long", "s", at_most(1), long=True)
 def long_one() -> float:
+    '''a measure that takes long'''
     return 0.5
 """
 
@@ -57,12 +65,12 @@ def measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.setattr("octavo_lab.scorecard.measures.__path__", [str(tmp_path)])
-    known = dict(registry._entries)
+    known = dict(scorecard.entries)
     yield tmp_path
-    registry._entries.clear()
-    registry._entries.update(known)
+    scorecard.entries.clear()
+    scorecard.entries.update(known)
     for module in ("extra_measures", "slow_measures"):
-        sys.modules.pop(f"{registry.MEASURES}.{module}", None)
+        sys.modules.pop(f"{scorecard.MEASURES}.{module}", None)
 
 
 def test_run_every_kind_of_measure_gets_its_verdict(
@@ -83,6 +91,8 @@ def test_run_every_kind_of_measure_gets_its_verdict(
     assert records["try.ok"]["value"] == 9.5
     assert records["try.ok"]["target"] == "≤ 10"
     assert records["try.ok"]["unit"] == "ms"
+    assert records["try.ok"]["measures"] == "a value that keeps its target"
+    assert records["try.plain"]["measures"] == "a value without a target"
     assert records["try.short"]["details"] == {"why": "too slow"}
     assert "no such luck" in records["try.raises"]["reason"]
     assert "exit code 7: about to die" in records["try.dies"]["reason"]
@@ -107,7 +117,7 @@ def test_measure_past_its_time_is_stopped(measures: Path, monkeypatch: pytest.Mo
     (measures / "slow_measures.py").write_text(
         "import threading\n"
         "from octavo_lab.scorecard import entry\n"
-        "@entry('slow.one', 'a measure that never ends', 's')\n"
+        "@entry('slow.one', 's', measures='a measure that never ends')\n"
         "def one() -> float:\n"
         "    threading.Event().wait()\n"
         "    return 0.0\n"
@@ -115,9 +125,9 @@ def test_measure_past_its_time_is_stopped(measures: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(runner, "TIMEOUT_S", 1.0)
     (slow,) = load("slow.*")
 
-    result = runner.run(slow)
+    record = runner.run(slow)
 
-    assert (result.verdict, result.reason) == ("error", "not done within 1 s")
+    assert (record["verdict"], record["reason"]) == ("error", "not done within 1 s")
 
 
 @pytest.mark.parametrize(
@@ -131,22 +141,17 @@ def test_measure_past_its_time_is_stopped(measures: Path, monkeypatch: pytest.Mo
         (None, 1.0, "measured"),
     ],
 )
-def test_judge_holds_the_value_against_the_target(
-    target: registry.Target | None, value: float, verdict: str
-) -> None:
+def test_value_is_held_against_the_target(target: Bound | None, value: float, verdict: str) -> None:
     one = Entry("x", "x", "s", target, long=False, measure=lambda: value)
 
-    result = judge(one, {"value": value, "details": {}}, 1.0)
-
-    assert isinstance(result, Result)
-    assert result.verdict == verdict
+    assert runner.record(one, value)["verdict"] == verdict
 
 
 def test_two_entries_of_one_name_are_refused(measures: Path) -> None:
     load("try.*")
 
     with pytest.raises(ValueError, match=r"try\.ok"):
-        registry.entry("try.ok", "again", "s")(lambda: Measured(1.0))
+        scorecard.entry("try.ok", "s", measures="again")(lambda: 1.0)
 
 
 def test_committed_measures_all_load_and_are_described() -> None:
@@ -155,6 +160,8 @@ def test_committed_measures_all_load_and_are_described() -> None:
         assert one.unit
 
 
-@pytest.mark.parametrize(("value", "shown"), [(0.0, "0"), (12.0, "12"), (0.01234, "0.0123"), (612.7, "613")])
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.0, "0"), (12.0, "12"), (0.01234, "0.0123"), (612.7, "613"), (math.inf, "inf")]
+)
 def test_value_is_shown_with_the_digits_that_matter(value: float, shown: str) -> None:
     assert format_value(value) == shown

@@ -6,37 +6,37 @@ import os
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from octavo_lab.scorecard import Measured, at_least, at_most, entry
+from octavo_lab.fragmentation import Traffic, simulate
+from octavo_lab.scorecard import Measurement, at_least, at_most, entry
+from octavo_lab.scorecard.kv_workload import MemoryWorkload
+from worker_svc.kv.errors import KvError
+from worker_svc.kv.paged import PagedMemory
+from worker_svc.kv.pool import BlockPool
 
 NUM_OPERATIONS: Final = 1_000_000
 AUDIT_EVERY: Final = 100
 OPERATIONS_PER_POOL: Final = 20_000
-_T = TypeVar("_T")
-
 CHAIN_BLOCKS: Final = 512
 BLOCK_SIZE: Final = 16
 ROUNDS: Final = 300
+_T = TypeVar("_T")
 
 
-@entry(
-    "kv.audit_failures",
-    "a million seeded random operations on pool, prefix index, tiers and pins, audited every hundred: "
-    "audits or operations that found the books or a block's contents wrong",
-    "count",
-    at_most(0),
-)
-def audit_failures() -> Measured:
-    """Count failures; a memory that failed is thrown away, as is each after its share of operations."""
-    from octavo_lab.scorecard.kv_workload import MemoryWorkload  # noqa: PLC0415
-    from worker_svc.kv.errors import KvError  # noqa: PLC0415
+@entry("kv.audit_failures", "count", at_most(0))
+def audit_failures() -> Measurement:
+    """a million seeded random operations on pool, prefix index, tiers and pins, audited every hundred:
+    audits or operations that found the books or a block's contents wrong
 
+    A memory that failed is thrown away, as is each after its share of operations.
+    """
     failures: list[str] = []
-    met: dict[str, int] = {}
+    met = Counter[str]()
     for first in range(0, NUM_OPERATIONS, OPERATIONS_PER_POOL):
-        rng = random.Random(first)  # for repetition, not for secrets
+        rng = random.Random(first)
         workload = MemoryWorkload(
             4, rng.randint(12, 96), rng.randint(0, 48), 4, first_block=rng.randint(0, 1)
         )
@@ -48,27 +48,19 @@ def audit_failures() -> Measured:
             workload.drain()
         except KvError as error:
             failures.append(f"seed {first}: {error}")
-        for what, count in workload.outcomes.items():
-            met[what] = met.get(what, 0) + count
-    return Measured(
-        len(failures), {"operations": NUM_OPERATIONS, "failures": failures[:5], "what happened": met}
-    )
+        met += workload.outcomes
+    details = {"operations": NUM_OPERATIONS, "failures": failures[:5], "what happened": met}
+    return Measurement(len(failures), details)
 
 
-@entry(
-    "kv.us_per_block",
-    "processor time of the dearest pool operation per block, median: match, acquire, release, allocate, "
-    "publish, allocation by eviction, and a scattered free",
-    "µs",
-    at_most(1.0),
-)
-def us_per_block() -> Measured:
-    """Measure each operation on chains of 512 blocks; the dearest counts.
+@entry("kv.us_per_block", "µs", at_most(1.0))
+def us_per_block() -> Measurement:
+    """processor time of the dearest pool operation per block, median: match, acquire, release, allocate,
+    publish, allocation by eviction, and a scattered free
 
-    Processor time, so that it is the operation that is measured and not who else uses the machine.
+    On chains of 512 blocks. Processor time, so that it is the operation that is measured and not who else
+    uses the machine.
     """
-    from worker_svc.kv.pool import BlockPool  # noqa: PLC0415
-
     keys = _keys(CHAIN_BLOCKS)
     pool = BlockPool(4 * CHAIN_BLOCKS)
     blocks, _ = pool.allocate(CHAIN_BLOCKS)
@@ -108,20 +100,15 @@ def us_per_block() -> Measured:
         timed("publish", publish, held)
         small.release(held)
     medians = {what: statistics.median(values) for what, values in times.items()}
-    return Measured(max(medians.values()), {what: round(value, 3) for what, value in medians.items()})
+    return Measurement(max(medians.values()), {what: round(value, 3) for what, value in medians.items()})
 
 
-@entry(
-    "kv.match_512_us",
-    "processor time to admit a sequence whose 512 blocks are all cached, median",
-    "µs",
-    at_most(200),
-)
+@entry("kv.match_512_us", "µs", at_most(200))
 def match_512_us() -> float:
-    """Time match and admission through the memory that the engine uses; processor time, as above."""
-    from worker_svc.kv.paged import PagedMemory  # noqa: PLC0415
-    from worker_svc.kv.pool import BlockPool  # noqa: PLC0415
+    """processor time to admit a sequence whose 512 blocks are all cached, median
 
+    Match and admission through the memory that the engine uses; processor time, as above.
+    """
     memory = PagedMemory(BlockPool(4 * CHAIN_BLOCKS), BLOCK_SIZE, 0, 0)
     keys = _keys(CHAIN_BLOCKS)
     num_tokens = CHAIN_BLOCKS * BLOCK_SIZE + 1
@@ -141,32 +128,24 @@ def match_512_us() -> float:
     return statistics.median(times)
 
 
-@entry(
-    "kv.utilization_paged16",
-    "written over allocated token slots, lengths of 50 to 8000 tokens, blocks of 16, paged",
-    "share",
-    at_least(0.97),
-)
-def utilization_paged16() -> Measured:
-    """Simulate the traffic of `octavo bench fragmentation`."""
+@entry("kv.utilization_paged16", "share", at_least(0.97))
+def utilization_paged16() -> Measurement:
+    """written over allocated token slots, lengths of 50 to 8000 tokens, blocks of 16, paged
+
+    The traffic of `octavo bench fragmentation`.
+    """
     return _utilization(paged=True)
 
 
-@entry(
-    "kv.utilization_contiguous",
-    "the same with a contiguous reservation of prompt + max_tokens per sequence",
-    "share",
-)
-def utilization_contiguous() -> Measured:
-    """Simulate the traffic of `octavo bench fragmentation`."""
+@entry("kv.utilization_contiguous", "share")
+def utilization_contiguous() -> Measurement:
+    """the same with a contiguous reservation of prompt + max_tokens per sequence"""
     return _utilization(paged=False)
 
 
-def _utilization(*, paged: bool) -> Measured:
-    from octavo_lab.fragmentation import Traffic, simulate  # noqa: PLC0415
-
+def _utilization(*, paged: bool) -> Measurement:
     usage = simulate(Traffic(), block_size=BLOCK_SIZE, paged=paged)
-    return Measured(
+    return Measurement(
         usage.utilization,
         {
             "mean sequences": round(usage.mean_sequences, 1),

@@ -1,51 +1,49 @@
-"""The laboratory itself: what chunking spares, and whether our generator agrees with a public one."""
-
-# ruff: noqa: PLC0415 - what only one measure needs is loaded for that one
+"""The laboratory itself: its ladder, what chunking spares, whether our generator agrees with a public one."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import json
+import math
+import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
-from octavo_lab.scorecard import Measured, at_most, entry
+from octavo_lab.chunked import as_json
+from octavo_lab.chunked.experiment import ChunkedConfig, measure
+from octavo_lab.datasets.load import DatasetConfig, load
+from octavo_lab.datasets.tokenizers import FileTokenizer
+from octavo_lab.ladder.config import QUICK
+from octavo_lab.ladder.experiment import Experiment
+from octavo_lab.ladder.report import make_report, write
+from octavo_lab.ladder.workload import Workload
+from octavo_lab.load.arrivals import Closed, Process, Replay
+from octavo_lab.load.generator import Traffic, generate
+from octavo_lab.load.summary import summarize
+from octavo_lab.load.target import Request
+from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
+from octavo_lab.scorecard import Measurement, at_least, at_most, entry, system
+from octavo_lab.scorecard.demo_model import quiet
 from octavo_lab.scorecard.vllm_server import BENCH_SERVE, MODEL, VllmServer, vllm_serve
 
-if TYPE_CHECKING:
-    from octavo_lab.load.arrivals import Process
-    from octavo_lab.load.summary import Summary
-    from octavo_lab.load.target import Request
 
-# -- chunked prefill
+@entry("lab.chunked_itl_ratio", "ratio", at_most(0.65), long=True)
+async def chunked_itl_ratio() -> Measurement:
+    """P99 time between tokens of running requests while prompts of 2048 tokens arrive: chunked over whole
 
-
-@entry(
-    "lab.chunked_itl_ratio",
-    "P99 time between tokens of running requests while prompts of 2048 tokens arrive: chunked over whole",
-    "ratio",
-    at_most(0.65),
-    long=True,
-)
-async def chunked_itl_ratio() -> Measured:
-    """Real stacks with the demo model, in turns; see `octavo bench chunked`."""
-    from octavo_lab.chunked import as_json
-    from octavo_lab.chunked.experiment import ChunkedConfig, measure
-
-    found = await measure(ChunkedConfig(), lambda what, fraction: None)
-    ratio = found.ratio
-    if ratio is None:
+    Real stacks with the demo model, in turns; see `octavo bench chunked`.
+    """
+    found = await measure(ChunkedConfig(), quiet)
+    if found.ratio is None:
         raise RuntimeError("too few requests were answered for a P99")
-    return Measured(ratio.value, as_json(found))
+    return Measurement(found.ratio.value, as_json(found))
 
-
-# -- agreement with `vllm bench serve`
 
 NUM_REQUESTS: Final = 50
 NUM_WARM_UP: Final = 10
@@ -55,113 +53,83 @@ RATE_PER_S: Final = 1.0
 """Of the open loop; half of what two slow cores can do: beyond that a queue makes much of a little noise."""
 TELLING: Final = 0.05
 """A figure tells something when the turns of `vllm bench serve` itself agree on it this well."""
-PROMPT_TOKENS: Final = 96
-OUTPUT_TOKENS: Final = 32
-ROUNDS: Final = 3
-_FIGURES: Final[dict[str, str | tuple[str, str]]] = {
-    "output_throughput": "makespan_output_tokens_per_s",
-    "mean_ttft_ms": ("ttft_s", "mean"),
-    "median_ttft_ms": ("ttft_s", "p50"),
-    "p90_ttft_ms": ("ttft_s", "p90"),
-    "mean_tpot_ms": ("tpot_s", "mean"),
-    "median_tpot_ms": ("tpot_s", "p50"),
-    "p90_tpot_ms": ("tpot_s", "p90"),
-    "mean_itl_ms": ("itl_s", "mean"),
-    "median_itl_ms": ("itl_s", "p50"),
-    "p90_itl_ms": ("itl_s", "p90"),
-    "mean_e2el_ms": ("e2e_s", "mean"),
-    "median_e2el_ms": ("e2e_s", "p50"),
-    "p90_e2el_ms": ("e2e_s", "p90"),
-}
-"""Figures of `vllm bench serve`, and ours for the same things."""
+_STATISTICS: Final = {"mean": "mean", "median": "p50", "p90": "p90"}
+_TIMES: Final = {"ttft": "ttft_s", "tpot": "tpot_s", "itl": "itl_s", "e2el": "e2e_s"}
+"""Names of `vllm bench serve`, and ours for the same things."""
 _BENCH_TIMEOUT_S: Final = 300.0
+Figures = dict[str, float]
 
 
-@entry(
-    "lab.generator_agreement",
-    "same traffic at `vllm serve` by our generator and by `vllm bench serve`: the figure that differs most",
-    "relative difference",
-    at_most(0.05),
-    long=True,
-)
-async def generator_agreement() -> Measured:
-    """Take turns, of which the medians count; in the open loop each of ours replays the times of theirs.
+@entry("lab.generator_agreement", "relative difference", at_most(0.05), long=True)
+async def generator_agreement() -> Measurement:
+    """same traffic at `vllm serve` by our generator and by `vllm bench serve`: the figure that differs most
 
+    They take turns, of which the medians count; in the open loop each of ours replays the times of theirs.
     Figures on which the other tool's own turns differ from each other say nothing about ours; they are in
     the details. The server does not cache prefixes, or whoever comes second would have an easier time.
-
-    Raises:
-        RuntimeError: no figure tells anything.
     """
-    from octavo_lab.datasets.load import DatasetConfig, load
-    from octavo_lab.datasets.tokenizers import FileTokenizer
-    from octavo_lab.load.arrivals import Closed, Replay
-
     if importlib.util.find_spec("pandas") is None:
         raise RuntimeError("`vllm bench serve` reads its requests with pandas, which is not installed")
-    config = DatasetConfig(
-        source="fixed", context=1024, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS
-    )
+    config = DatasetConfig(source="fixed", context=1024, prompt_tokens=96, output_tokens=32)
     requests = (await load(config, FileTokenizer.named("demo"))).requests(NUM_REQUESTS)
-    ours: dict[str, list[dict[str, float]]] = {ALONE: [], OPEN_LOOP: []}
-    theirs: dict[str, list[dict[str, float]]] = {ALONE: [], OPEN_LOOP: []}
-    flags = ("--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "1024")
+    ours: dict[str, list[Figures]] = {ALONE: [], OPEN_LOOP: []}
+    theirs: dict[str, list[Figures]] = {ALONE: [], OPEN_LOOP: []}
+    flags = (
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--max-model-len",
+        "1024",
+        "--max-num-seqs",
+        "32",
+    )
     with tempfile.TemporaryDirectory(prefix="octavo-agreement-") as scratch:
-        async with vllm_serve(*flags, "--max-num-seqs", "32") as server:
+        async with vllm_serve(*flags) as server:
             _, at_s = await _their_turn(server, requests[:NUM_WARM_UP], Path(scratch), OPEN_LOOP)
             await _our_turn(server, requests[:NUM_WARM_UP], Replay(at_s))
-            for _ in range(ROUNDS):
+            for _ in range(system.ROUNDS):
                 for traffic in (ALONE, OPEN_LOOP):
                     figures, at_s = await _their_turn(server, requests, Path(scratch), traffic)
                     theirs[traffic].append(figures)
                     arrivals = Closed(1) if traffic == ALONE else Replay(at_s)
                     ours[traffic].append(await _our_turn(server, requests, arrivals))
-    compared = {
-        f"{name}, {traffic}": _Compared.of(
-            [turn[name] for turn in ours[traffic]], [turn[name] for turn in theirs[traffic]]
-        )
-        for traffic in theirs
-        for name in ours[traffic][0]
-        if statistics.median(turn[name] for turn in theirs[traffic]) > 0
-    }
-    telling = {name: one for name, one in compared.items() if one.spread <= TELLING}
+    return agreement(ours, theirs)
+
+
+def agreement(ours: dict[str, list[Figures]], theirs: dict[str, list[Figures]]) -> Measurement:
+    """Return by how much the figure differs that differs most, of those that tell something.
+
+    Raises:
+        RuntimeError: no figure tells anything.
+    """
+    telling: Figures = {}
+    noisy: dict[str, tuple[float, float]] = {}
+    for traffic, turns in theirs.items():
+        for name in ours[traffic][0]:
+            values = [turn[name] for turn in turns]
+            if (middle := statistics.median(values)) <= 0:
+                continue
+            difference = statistics.median(turn[name] for turn in ours[traffic]) / middle - 1
+            spread = (max(values) - min(values)) / middle
+            if spread <= TELLING:
+                telling[f"{name}, {traffic}"] = round(difference, 4)
+            else:
+                noisy[f"{name}, {traffic}"] = round(difference, 4), round(spread, 4)
     if not telling:
-        raise RuntimeError(f"`vllm bench serve` agrees with itself on nothing: {compared}")
-    worst = max(telling, key=lambda name: abs(telling[name].difference))
-    return Measured(
-        abs(telling[worst].difference),
-        {
-            "worst": worst,
-            "differences": {name: round(one.difference, 4) for name, one in telling.items()},
-            "too noisy to tell, with the spread of `vllm bench serve` itself": {
-                name: (round(one.difference, 4), round(one.spread, 4))
-                for name, one in compared.items()
-                if name not in telling
-            },
-            "ours": ours,
-            "vllm bench serve": theirs,
-        },
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """A figure of ours against one of theirs."""
-
-    difference: float
-    """Of the medians, over theirs."""
-    spread: float
-    """Between their own extremes, over their median."""
-
-    @classmethod
-    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> _Compared:
-        middle = statistics.median(theirs)
-        return cls(statistics.median(ours) / middle - 1, (max(theirs) - min(theirs)) / middle)
+        raise RuntimeError(f"`vllm bench serve` agrees with itself on nothing: {noisy}")
+    worst = max(telling, key=lambda name: abs(telling[name]))
+    details: dict[str, Any] = {
+        "worst": worst,
+        "differences": telling,
+        "too noisy to tell, with the spread of `vllm bench serve` itself": noisy,
+        "ours": ours,
+        "vllm bench serve": theirs,
+    }
+    return Measurement(abs(telling[worst]), details)
 
 
 async def _their_turn(
     server: VllmServer, requests: Sequence[Request], scratch: Path, traffic: str
-) -> tuple[dict[str, float], tuple[float, ...]]:
+) -> tuple[Figures, tuple[float, ...]]:
     """Return the figures of `vllm bench serve`, and when it sent."""
     rate = ("inf", "--max-concurrency", "1") if traffic == ALONE else (str(RATE_PER_S),)
     prompts, result = scratch / "prompts.jsonl", "result.json"
@@ -179,37 +147,92 @@ async def _their_turn(
     process = await asyncio.create_subprocess_exec(
         *command, env=server.environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    try:
-        said, _ = await asyncio.wait_for(process.communicate(), _BENCH_TIMEOUT_S)
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
+    # Past its time it dies with this measure.
+    said, _ = await asyncio.wait_for(process.communicate(), _BENCH_TIMEOUT_S)
     if process.returncode != 0:
         raise RuntimeError(f"vllm bench serve failed: {said.decode(errors='replace')[-500:]}")
     found = json.loads(await asyncio.to_thread((scratch / result).read_text))
     if found["completed"] != len(requests):
         raise RuntimeError(f"{found['completed']} of {len(requests)} requests were answered")
+    names = ["output_throughput", *(f"{kind}_{time}_ms" for time in _TIMES for kind in _STATISTICS)]
     first = min(found["start_times"])
-    return {name: found[name] for name in _FIGURES}, tuple(at - first for at in found["start_times"])
+    return {name: found[name] for name in names}, tuple(at - first for at in found["start_times"])
 
 
-async def _our_turn(server: VllmServer, requests: Sequence[Request], arrivals: Process) -> dict[str, float]:
-    from octavo_lab.load.generator import Traffic, generate
-    from octavo_lab.load.summary import summarize
-    from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
-
+async def _our_turn(server: VllmServer, requests: Sequence[Request], arrivals: Process) -> Figures:
+    """Return the same of ours; none where requests are too few for it."""
     async with OpenAiTarget(OpenAiConfig(base_url=server.base_url, model=MODEL)) as target:
         run = await generate(target, Traffic(requests=requests, arrivals=arrivals))
     summary = summarize(run)
     if summary.outcomes["ok"] != len(requests):
         raise RuntimeError(f"not all requests were answered: {summary.outcomes}")
-    figures = {name: _ours(summary, where) for name, where in _FIGURES.items()}
-    return {name: value for name, value in figures.items() if value is not None}
+    times = {
+        f"{kind}_{time}_ms": getattr(getattr(summary, ours), our_kind)
+        for time, ours in _TIMES.items()
+        for kind, our_kind in _STATISTICS.items()
+    }
+    found = {name: 1000.0 * value for name, value in times.items() if value is not None}
+    return {"output_throughput": summary.makespan_output_tokens_per_s, **found}
 
 
-def _ours(summary: Summary, where: str | tuple[str, str]) -> float | None:
-    """Return a figure of ours: a rate as it is, a time in milliseconds; None where requests are too few."""
-    if isinstance(where, str):
-        return float(getattr(summary, where))
-    value: float | None = getattr(getattr(summary, where[0]), where[1])
-    return None if value is None else 1000.0 * value
+# -- static against continuous, contiguous against paged: the ladder's figures
+
+REPORT: Final = "report.json"
+_THROUGHPUT: Final = """tokens per second of a saturated service, continuous + paged + chunked prefill
+to the tuned control (static + contiguous)"""
+_P50: Final = """end-to-end P50 at the control's capacity, continuous + paged + chunked prefill
+to the control"""
+_KV_USE: Final = """written slots over all slots of the paged pool, over the time in which requests waited,
+saturated"""
+
+
+def _figure(name: str) -> Measurement:
+    """Return a figure of the report's comparison: a share, or an estimate with its bounds."""
+    report = _report()
+    compared, hardware = report["comparison"], report["environments"][-1]["hardware"]
+    details = {
+        "preset": report["config"]["preset"],
+        "partial": report["partial"],
+        "begun": report["started_at"],
+        "on": f"{hardware['cpu']}, {hardware['cores']} cores",
+    }
+    found = compared[name]
+    if found is None:
+        return Measurement(math.nan, {"why": "too few requests, or the arms were not measured", **details})
+    if not isinstance(found, dict):
+        return Measurement(found, details)
+    if name == "throughput_ratio" and compared["throughput_of_best_static"]:
+        details["to the best static arm"] = compared["throughput_of_best_static"]["value"]
+    return Measurement(found["value"], {"low": found["low"], "high": found["high"], **details})
+
+
+def _report() -> dict[str, Any]:
+    """Return the report in the folder that OCTAVO_LADDER names (`octavo bench ladder --preset full`).
+
+    Without it the two arms that are compared are measured now, which takes half an hour. Each entry has a
+    process of its own; those of one scorecard share what the first of them has measured.
+    """
+    named = os.environ.get("OCTAVO_LADDER")
+    folder = Path(named) if named else Path(tempfile.gettempdir()) / f"octavo-ladder-{os.getppid()}"
+    if not named and not (folder / REPORT).exists():
+        config = replace(QUICK, budget_s=30 * 60.0)
+        experiment = Experiment(config, folder, Workload(config), lambda what, fraction, left_s: None)
+        experiment.run()
+        write(make_report(experiment.measured()), folder)
+    report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    return report
+
+
+for name, unit, target, measures in (
+    # At the highest rung, 1.5 times the capacity of the best arm.
+    ("throughput_ratio", "times", at_least(1.5), _THROUGHPUT),
+    # Over all requests, those without an answer as slower than all others.
+    ("p50_ratio", "ratio", at_most(0.6), _P50),
+    # From at least 500 requests of each.
+    ("p99_ratio", "ratio", at_most(0.5), "the same for the P99"),
+    # At the highest rung.
+    ("kv_use_paged", "share", at_least(0.93), _KV_USE),
+    # The control knows each answer's length, so it reserves no more than it needs.
+    ("kv_use_static", "share", None, "the same of the control's contiguous memory"),
+):
+    entry(f"lab.{name}", unit, target, long=True, measures=measures)(partial(_figure, name))
