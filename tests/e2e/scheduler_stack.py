@@ -22,7 +22,7 @@ from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.process import SchedulerProcess
-from worker_svc.api.describe import describe
+from worker_svc.api.convert import describe
 from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
@@ -136,7 +136,8 @@ async def start_worker(
     terms = Terms(
         worker_id=worker_id,
         incarnation=f"{worker_id}-{id(loop)}",
-        sizing=loaded.sizing,
+        geometry=loaded.geometry,
+        max_model_len=loaded.max_model_len,
         vocab_size=loaded.info.vocab_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -150,7 +151,7 @@ async def start_worker(
     server = WorkerServer(service)
     bound = await server.start("127.0.0.1", port)
     await server.set_serving(serving=True)
-    num_blocks = loaded.sizing.geometry.num_blocks
+    num_blocks = loaded.geometry.num_blocks
     return Worker(worker_id, f"127.0.0.1:{bound}", gate, loop, num_blocks, server)
 
 

@@ -17,7 +17,7 @@ from octavo.v1 import common_pb2, worker_pb2_grpc
 from octavo.v1 import worker_pb2 as pb
 
 from tests.e2e.scheduler_stack import WAIT_S, until
-from worker_svc.api.describe import describe
+from worker_svc.api.convert import describe
 from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
@@ -188,7 +188,8 @@ async def running(**flags: object) -> AsyncIterator[Worker]:
     terms = Terms(
         worker_id="w",
         incarnation="i",
-        sizing=loaded.sizing,
+        geometry=loaded.geometry,
+        max_model_len=loaded.max_model_len,
         vocab_size=loaded.info.vocab_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,

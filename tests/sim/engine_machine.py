@@ -13,9 +13,8 @@ from octavo_lab.sim.worker import StepFault, WorkerCrashedError, no_fault
 
 from scheduler_svc.core import WorkerInfo
 from worker_svc.engine.engine import Engine, EngineConfig
-from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import DeviceLost, StepFailed
-from worker_svc.runner.base import BlockCopy, StepBatch, StepResult
+from worker_svc.runner.base import BlockCopy, Sequence, StepBatch, StepResult
 
 
 class _Ticket:

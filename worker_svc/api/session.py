@@ -20,7 +20,16 @@ from octavo.protocol.convert import (
     report_to_proto,
 )
 from octavo.protocol.convert_pool import pool_to_proto
-from octavo.protocol.steps import PROTOCOL_VERSION, Admit, Plan, PoolReport, Refused, RefuseReason, Report
+from octavo.protocol.steps import (
+    PROTOCOL_VERSION,
+    Admit,
+    Geometry,
+    Plan,
+    PoolReport,
+    Refused,
+    RefuseReason,
+    Report,
+)
 from octavo.v1 import worker_pb2
 
 from worker_svc.api.status import Refusal, malformed
@@ -28,7 +37,6 @@ from worker_svc.engine.audit import Audit, audit
 from worker_svc.engine.faults import FaultKind, Faults
 from worker_svc.engine.loop import EngineLoop, StepEngine
 from worker_svc.metrics import Metrics
-from worker_svc.start.sizing import Sizing
 
 KEYS_PER_MESSAGE_BYTES: Final = 2**20
 MAX_WINDOW: Final = 64
@@ -44,7 +52,8 @@ class Terms:
 
     worker_id: str
     incarnation: str
-    sizing: Sizing
+    geometry: Geometry
+    max_model_len: int
     vocab_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -56,12 +65,12 @@ class Terms:
     def problem_of(self, admit: Admit) -> str | None:
         """Return why this worker can never run a sequence, or None."""
         num_tokens = len(admit.token_ids)
-        if num_tokens >= self.sizing.max_model_len:
-            return f"{num_tokens} tokens leave no room in {self.sizing.max_model_len}"
+        if num_tokens >= self.max_model_len:
+            return f"{num_tokens} tokens leave no room in {self.max_model_len}"
         highest = max((*admit.sampling.logit_bias, max(admit.token_ids)))
         if highest >= self.vocab_size:
             return f"token id {highest} is beyond the vocabulary of {self.vocab_size}"
-        if len(admit.keys) > num_tokens // self.sizing.geometry.block_size:
+        if len(admit.keys) > num_tokens // self.geometry.block_size:
             return f"{len(admit.keys)} keys for {num_tokens} tokens"
         if admit.adapter is not None and admit.adapter not in self.adapters:
             return f"no adapter {admit.adapter}"
@@ -306,7 +315,7 @@ def welcomes(terms: Terms, cache: Cache) -> Iterator[worker_pb2.Welcome]:
         yield worker_pb2.Welcome(
             worker_id=terms.worker_id,
             incarnation=terms.incarnation,
-            geometry=geometry_to_proto(terms.sizing.geometry),
+            geometry=geometry_to_proto(terms.geometry),
             max_num_seqs=terms.max_num_seqs,
             max_num_batched_tokens=terms.max_num_batched_tokens,
             device_keys=cache.device_keys[part],

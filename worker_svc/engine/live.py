@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from octavo.protocol.steps import Admit
 
-from worker_svc.engine.sequence import Sequence
 from worker_svc.kv.memory import Arrival
-from worker_svc.runner.base import Row
+from worker_svc.runner.base import Row, Sequence
 
 
 @dataclass(slots=True)

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from octavo.protocol.steps import Plan, PoolReport, Report
+from octavo.protocol.steps import Geometry, Plan, PoolReport, Report
 
 from worker_svc.engine.faults import Faults
 from worker_svc.kv.memory import PinOutcome
 from worker_svc.runner.base import ModelInfo
-from worker_svc.start.sizing import Sizing
 
 T = TypeVar("T")
 _US_PER_S = 1_000_000
@@ -60,7 +59,9 @@ class Loaded:
 
     engine: StepEngine
     info: ModelInfo
-    sizing: Sizing
+    geometry: Geometry
+    max_model_len: int
+    """The longest sequence that model and pool can hold."""
     faults: Faults | None = None
     """Where faults are injected; None unless that was enabled."""
 

@@ -18,9 +18,8 @@ from octavo.protocol.steps import (
 )
 from octavo.protocol.steps import StepError as ReportedError
 
-from worker_svc.engine.sequence import Sequence
 from worker_svc.kv.memory import KvMemory
-from worker_svc.runner.base import Row
+from worker_svc.runner.base import Row, Sequence
 
 _US_PER_S = 1e6
 

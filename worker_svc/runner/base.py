@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from octavo.protocol.steps import TokenLogprobs
+from octavo.protocol.steps import Priority, TokenLogprobs
 from octavo.sampling import SamplingParams
-
-from worker_svc.engine.sequence import Sequence
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and how far it is (0 to 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +34,35 @@ class ModelInfo:
     device: str = "cpu"
     num_ranks: int = 1
     """Processes of one host that share the model, each with its part of every block."""
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Tokens, progress and blocks of one sequence.
+
+    One invariant drives everything: `num_computed_tokens` catches up with `len(token_ids)`. A
+    sequence whose lag is one token and whose prefill is done decodes; KV of token i lives in slot
+    i % block_size of block `block_table[i // block_size]`.
+    """
+
+    handle: int
+    token_ids: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    choice: int = 0
+    priority: Priority = Priority.STANDARD
+    adapter: str | None = None
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    prefill_done: bool = False
+    hold_after_finish: bool = False
+    held: bool = False
+    """Finished but kept: its row is still computed and its output thrown away."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens after the prompt, those it was resumed with included."""
+        return len(self.token_ids) - self.prompt_len
 
 
 @dataclass(slots=True)

@@ -6,18 +6,16 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.engine import Engine, EngineConfig
 from worker_svc.engine.faults import Faults, FaultyRunner
 from worker_svc.engine.loop import Loaded
 from worker_svc.errors import SettingsError
-from worker_svc.runner.base import ModelInfo, ModelRunner, Progress
+from worker_svc.models.files import ModelFormat, ResolvedModel
+from worker_svc.models.progress import Progress
+from worker_svc.runner.base import ModelInfo, ModelRunner
 from worker_svc.start.sizing import size
-
-if TYPE_CHECKING:
-    from worker_svc.start.models import ResolvedModel
 
 
 def load(settings: WorkerSettings, progress: Progress) -> Loaded:
@@ -58,9 +56,10 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
         check_integrity=settings.check_integrity,
     )
     if not settings.enable_faults:
-        return Loaded(Engine(runner, config), info, sizing)
+        return Loaded(Engine(runner, config), info, geometry, sizing.max_model_len)
     faults = Faults()
-    return Loaded(Engine(FaultyRunner(runner, faults, Havoc()), config, faults), info, sizing, faults)
+    engine = Engine(FaultyRunner(runner, faults, Havoc()), config, faults)
+    return Loaded(engine, info, geometry, sizing.max_model_len, faults)
 
 
 class Havoc:
@@ -99,7 +98,7 @@ def load_runner(settings: WorkerSettings, progress: Progress) -> ModelRunner:
 
 
 def _load_torch(settings: WorkerSettings, progress: Progress) -> ModelRunner:
-    from worker_svc.start.models import resolve
+    from worker_svc.models.resolve import resolve
 
     # First: a wrong name should not have to wait for torch.
     model = resolve(settings.model, progress, settings.revision)
@@ -118,11 +117,11 @@ def _load_torch(settings: WorkerSettings, progress: Progress) -> ModelRunner:
 
 
 def _load_vllm(settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    from worker_svc.models.resolve import resolve
     from worker_svc.runner.vllm import installed
     from worker_svc.runner.vllm.gguf_folder import hf_folder_of
     from worker_svc.runner.vllm.runner import VllmRunner
     from worker_svc.runner.vllm.settings import VllmSettings, chosen_dtype
-    from worker_svc.start.models import ModelFormat, resolve
 
     installed.prepare()
     model = resolve(settings.model, progress, settings.revision, with_code=settings.trust_remote_code)
@@ -154,7 +153,7 @@ def _load_sim(settings: WorkerSettings, progress: Progress) -> ModelRunner:
     if settings.model == BUILT_IN:
         info = built_in_model()
     else:
-        from worker_svc.start.models import resolve
+        from worker_svc.models.resolve import resolve
 
         info = simulated(_text_info(resolve(settings.model, progress, settings.revision), "sim"))
     return SimRunner(info, times, settings.sim_speed, padded=settings.padded)
@@ -162,14 +161,14 @@ def _load_sim(settings: WorkerSettings, progress: Progress) -> ModelRunner:
 
 def _text_info(model: ResolvedModel, runner: str) -> ModelInfo:
     """Return what a model's files say of text; the runner fills in what concerns the weights."""
-    from worker_svc.runner.torch.gguf_file import open_gguf
-    from worker_svc.runner.torch.hf_folder import read_json, read_text_side
-    from worker_svc.start.models import ModelFormat
+    from worker_svc.models.gguf import open_gguf_file
+    from worker_svc.models.gguf_text import gguf_text
+    from worker_svc.models.text import folder_text
 
     if model.format is ModelFormat.GGUF:
-        text = open_gguf(model.path).text
+        text = gguf_text(open_gguf_file(model.path).metadata, str(model.path))
     else:
-        text = read_text_side(model.path, read_json(model.path / "config.json"))
+        text = folder_text(model.path)
     return ModelInfo(
         model_id=model.model_id,
         revision=model.revision,

@@ -18,8 +18,8 @@ def demo_engine(max_num_seqs: int, max_model_len: int, *, static: bool = False) 
     With `static` it is as the control arm has it: padded rows in contiguous memory.
     """
     from worker_svc.engine.engine import Engine, EngineConfig
+    from worker_svc.models.resolve import resolve
     from worker_svc.runner.torch import TorchOptions, load
-    from worker_svc.start.models import resolve
 
     options = TorchOptions(device="cpu", dtype="float32", padded=static)
     runner = load(resolve("demo", _ignore), options, _ignore)
@@ -41,7 +41,7 @@ def transformers_model() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from worker_svc.start.demo_model import demo_model_path
+    from worker_svc.models.demo_model import demo_model_path
 
     path = demo_model_path()
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)

@@ -13,9 +13,8 @@ from collections.abc import Sequence as Seq
 
 from octavo.sampling import SamplingParams
 
-from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import StepFailed
-from worker_svc.runner.base import BlockCopy, ModelInfo, Row, StepBatch, StepResult
+from worker_svc.runner.base import BlockCopy, ModelInfo, Row, Sequence, StepBatch, StepResult
 
 VOCAB_SIZE = 50
 EOS = 0

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker_svc.runner import host_memory
 from worker_svc.runner.base import BlockCopy, CopyTicket
 from worker_svc.runner.torch.compute import Compute
 from worker_svc.runner.torch.config import ModelConfig
 from worker_svc.runner.torch.packing import Ints
-from worker_svc.start import host_memory
 
 
 class KvPool:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from worker_svc.engine.sequence import Sequence
-from worker_svc.runner.base import Row, StepBatch
+from worker_svc.runner.base import Row, Sequence, StepBatch
 
 Ints = npt.NDArray[np.int64]
 

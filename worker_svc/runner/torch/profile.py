@@ -5,18 +5,17 @@ from __future__ import annotations
 import torch
 from octavo.sampling import SamplingParams
 
-from worker_svc.engine.sequence import Sequence
-from worker_svc.runner.base import Row, StepBatch
+from worker_svc.runner.base import Row, Sequence, StepBatch
 from worker_svc.runner.torch.attention import PagedAttention, PieceSize
 from worker_svc.runner.torch.kv_pool import KvPool
-from worker_svc.runner.torch.model import Model
+from worker_svc.runner.torch.model import Decoder
 from worker_svc.runner.torch.packing import BlockTables, pack
 
 _BLOCK_SIZE = 16
 
 
 def gpu_bytes_beside_kv(
-    model: Model, max_num_batched_tokens: int, max_num_seqs: int, pieces: PieceSize
+    model: Decoder, max_num_batched_tokens: int, max_num_seqs: int, pieces: PieceSize
 ) -> int:
     """Return weights, the peak of a largest step, and what others hold on the device.
 

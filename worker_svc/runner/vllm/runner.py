@@ -11,9 +11,9 @@ import structlog
 from octavo.protocol.steps import TokenLogprobs
 from octavo.sampling import SamplingParams
 
-from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import SettingsError, StepError, StepFailed, StepOutOfMemory
-from worker_svc.runner.base import BlockCopy, CopyTicket, ModelInfo, Progress, Row, StepBatch, StepResult
+from worker_svc.models.progress import Progress
+from worker_svc.runner.base import BlockCopy, CopyTicket, ModelInfo, Row, Sequence, StepBatch, StepResult
 from worker_svc.runner.vllm import installed
 from worker_svc.runner.vllm.sampling import draw_seed, sampling_kwargs, temperature_of, unsupported
 from worker_svc.runner.vllm.settings import VllmSettings, engine_args

@@ -263,7 +263,7 @@ class _TransformersPeer:
         import torch  # noqa: PLC0415 # loaded for this measure only
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
-        from worker_svc.start.demo_model import fetch_demo_model  # noqa: PLC0415
+        from worker_svc.models.demo_model import fetch_demo_model  # noqa: PLC0415
 
         path = fetch_demo_model(lambda what, fraction: None)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, padding_side="left")

@@ -75,8 +75,8 @@ def parity() -> Measured:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from worker_svc.models.resolve import resolve
     from worker_svc.runner.vllm.gguf_folder import hf_folder_of
-    from worker_svc.start.models import resolve
 
     model = resolve("demo", lambda what, fraction: None)
     folder = hf_folder_of(model, "float32", lambda what, fraction: None)

@@ -6,9 +6,8 @@ from tests.unit.worker.driver import Driver, request
 from tests.unit.worker.shadow_runner import ShadowRunner
 from worker_svc.engine.engine import Engine
 from worker_svc.engine.faults import Fault, FaultKind, Faults, FaultyRunner
-from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import StepFailed
-from worker_svc.runner.base import Row, StepBatch
+from worker_svc.runner.base import Row, Sequence, StepBatch
 
 
 class Effects:

@@ -7,9 +7,8 @@ import pytest
 from octavo.sampling import SamplingParams, StructuredOutput
 from tokenizers import Tokenizer
 
-from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import SettingsError
-from worker_svc.runner.base import Row, StepBatch
+from worker_svc.runner.base import Row, Sequence, StepBatch
 from worker_svc.runner.sim import SimRunner, built_in_model, load_of, padded_load_of
 from worker_svc.runner.steptime import StepLoad, StepTimes, read_profile
 

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.unit.worker.runner.torch.families import FAMILIES, save_model
+from worker_svc.models.resolve import resolve
 from worker_svc.runner.torch import TorchOptions, TorchRunner, load
-from worker_svc.start.models import resolve
 
 
 @pytest.fixture(autouse=True)

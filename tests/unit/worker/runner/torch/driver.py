@@ -7,8 +7,7 @@ from collections.abc import Sequence as Seq
 
 from octavo.sampling import SamplingParams
 
-from worker_svc.engine.sequence import Sequence
-from worker_svc.runner.base import ModelRunner, Row, StepBatch, StepResult
+from worker_svc.runner.base import ModelRunner, Row, Sequence, StepBatch, StepResult
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -17,7 +17,7 @@ from tests.unit.worker.runner.torch.conftest import LoadFamily, load_folder
 from tests.unit.worker.runner.torch.driver import Driver
 from tests.unit.worker.runner.torch.families import FAMILIES, VOCAB_SIZE, save_model
 from worker_svc.runner.torch import attention
-from worker_svc.runner.torch.model import Model
+from worker_svc.runner.torch.model import Decoder
 
 REPORTING = SamplingParams(temperature=0.0, logprobs=3)
 
@@ -161,13 +161,13 @@ def test_padded_batch_gives_the_same_tokens(family: str, tmp_path: Path) -> None
 def test_padding_costs_what_static_batching_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(FAMILIES["llama"], tmp_path)
     computed: list[int] = []
-    hidden = Model.hidden
+    hidden = Decoder.hidden
 
-    def counting(self: Model, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+    def counting(self: Decoder, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
         computed.append(len(token_ids))
         return hidden(self, token_ids, *args)
 
-    monkeypatch.setattr(Model, "hidden", counting)
+    monkeypatch.setattr(Decoder, "hidden", counting)
     for padded in (False, True):
         driver = Driver(load_folder(tmp_path, padded=padded), num_blocks=40, block_size=4)
         for prompt in prompts([3, 31, 5]):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from octavo.sampling import SamplingParams
 
-from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import StepFailed
+from worker_svc.runner.base import Sequence
 from worker_svc.runner.torch.sampling import Sampler
 
 VOCAB = 60
