@@ -57,6 +57,7 @@ _PRE_TOKENIZERS: Final[Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]]] 
     "smollm": _digits_apart,
     "llama-bpe": lambda: _split(_LLAMA3_SPLIT),
     "llama3": lambda: _split(_LLAMA3_SPLIT),
+    "dbrx": lambda: _split(_LLAMA3_SPLIT),
     "qwen2": lambda: _split(_QWEN2_SPLIT),
 }
 _COMPOSED: Final = frozenset({"qwen2"})

@@ -13,7 +13,7 @@ from worker_svc.models.gguf import open_gguf_file
 from worker_svc.models.gguf_text import gguf_text
 from worker_svc.runner.torch.checkpoint import Checkpoint
 from worker_svc.runner.torch.config import ModelConfig, check_config
-from worker_svc.runner.torch.families.family import Family
+from worker_svc.runner.torch.families.family import SOME_LAYERS_ONLY, Family
 from worker_svc.runner.torch.families.registry import GGUF_FAMILIES
 
 _TOP_NAMES: Final = {
@@ -91,6 +91,8 @@ def _config(metadata: Mapping[str, Any], family: Family, source: str, *, tied: b
 
     if get("expert_count", 0):
         raise ModelLoadError(f"{source}: mixtures of experts are not supported by the torch runner")
+    if get("attention.sliding_window_pattern") is not None:
+        raise ModelLoadError(f"{source}: {SOME_LAYERS_ONLY}")
     scaling = get("rope.scaling.type", "none")
     if scaling != "none":
         raise ModelLoadError(f"{source}: rope type {scaling} is not supported (supported: none, llama3)")

@@ -40,5 +40,9 @@ def load_folder(folder: Path, **options: object) -> TorchRunner:
     return load(resolve(str(folder), ignore_progress), chosen, ignore_progress)
 
 
+def load_gguf(path: Path, dtype: str = "float32") -> TorchRunner:
+    return load(resolve(str(path), ignore_progress), TorchOptions(device="cpu", dtype=dtype), ignore_progress)
+
+
 def ignore_progress(what: str, fraction: float) -> None:
     pass
