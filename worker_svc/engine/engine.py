@@ -19,12 +19,10 @@ from octavo.protocol.steps import (
     StepStatus,
 )
 
-from worker_svc.engine.execution import Outcome, execute
 from worker_svc.engine.faults import FaultKind, Faults
-from worker_svc.engine.live import Live, live_from
-from worker_svc.engine.roster import Roster
-from worker_svc.engine.step import Step, StepTimes
-from worker_svc.engine.tier_copies import TierCopies
+from worker_svc.engine.kv_offload import KvOffload
+from worker_svc.engine.sequences import Live, Roster, live_from
+from worker_svc.engine.step import Outcome, Step, StepTimes, execute
 from worker_svc.errors import SettingsError
 from worker_svc.kv.contiguous import ContiguousMemory
 from worker_svc.kv.errors import OutOfBlocks
@@ -77,7 +75,7 @@ class Engine:
         self._eos_token_ids = frozenset(config.eos_token_ids)
         self.memory = _memory_of(config)
         self._roster = Roster(self.memory, config.block_size)
-        self._copies = TierCopies(runner, self.memory, config.promote_blocks_per_step)
+        self._offload = KvOffload(runner, self.memory, config.promote_blocks_per_step)
         self._step = Step(0)
         self._step_use = NO_STEP
         self._cancelled: list[int] = []
@@ -146,12 +144,12 @@ class Engine:
             DeviceLost: the process cannot go on.
         """
         times = StepTimes(clock)
-        self._copies.poll()
+        self._offload.poll()
         batch = self.begin(plan)
         outcome = Outcome()
         if batch is not None:
             began = clock()
-            self._copies.perform(clock)
+            self._offload.perform(clock)
             copied = clock()
             outcome = execute(self._runner, batch)
             times.execute_s = clock() - copied

@@ -7,10 +7,10 @@ from collections.abc import Sequence as Seq
 
 from octavo.protocol.steps import KeyEvents, PoolReport, RefuseReason
 
-from worker_svc.kv.cost import CopyCost
 from worker_svc.kv.errors import DoubleFree, OutOfBlocks, require
+from worker_svc.kv.host import CopyCost
 from worker_svc.kv.memory import NO_STEP, Arrival, Match, PinOutcome, Placement, Promotion, StepUse
-from worker_svc.kv.runs import FreeRuns
+from worker_svc.kv.pool import FreeRuns
 
 
 class ContiguousMemory:

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from octavo.protocol.steps import KeyEvents, PoolReport, RefuseReason
 
-from worker_svc.kv.cost import CopyCost
+from worker_svc.kv.host import CopyCost
 
 
 @dataclass(slots=True)
@@ -51,6 +51,8 @@ class Match:
     device_blocks: list[int] = field(default_factory=list)
     host_keys: Seq[bytes] = ()
     evictions: int = 0
+    weighed_blocks: int = 0
+    """Blocks in the host tier that were held against computing them again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 from octavo.protocol.steps import KeyEvents, PoolReport, RefuseReason
 
-from worker_svc.kv.cost import CopyCost
 from worker_svc.kv.errors import OutOfBlocks, require
-from worker_svc.kv.host import HostTier
-from worker_svc.kv.ledger import KeyLedger, Tier
+from worker_svc.kv.host import CopyCost, HostTier
 from worker_svc.kv.memory import NO_STEP, Arrival, Match, PinOutcome, Placement, Promotion, StepUse
 from worker_svc.kv.pins import Pins
 from worker_svc.kv.pool import BlockPool, EvictedBlock
+
+
+class Tier(enum.Enum):
+    """Where the contents of a key are. A key that is on the device counts as there only."""
+
+    NOWHERE = 0
+    DEVICE = 1
+    HOST = 2
 
 
 class PagedMemory:
@@ -55,9 +62,10 @@ class PagedMemory:
             # A key on the device again after one in the host tier is rare; it is computed again.
             while end < len(usable) and usable[end] in self._host and usable[end] not in self._pool:
                 end += 1
-            if end > start and not self.cost.worth_copying(end - start):
-                end = start
-        return Match(keys, device_blocks, usable[start:end], self._pool.evictions)
+        weighed = end - start
+        if weighed and not self.cost.worth_copying(weighed):
+            end = start
+        return Match(keys, device_blocks, usable[start:end], self._pool.evictions, weighed)
 
     def admit(self, match: Match, num_tokens: int, reserve_tokens: int) -> Placement:
         """Take blocks for `num_tokens` and one more; see `KvMemory.admit`. Nothing is reserved."""
@@ -76,6 +84,7 @@ class PagedMemory:
             for key in fresh:
                 self._host.unlock(key)
             raise
+        self.cost.decided(match.weighed_blocks)
         self._demote(evicted)
         return self._place(match, num_tokens, blocks, dict(zip(fresh, host_blocks, strict=True)))
 
@@ -282,6 +291,8 @@ class PagedMemory:
         if not evicted:
             return
         keep = self._host.num_blocks > 0 and self.cost.worth_copying(len(evicted))
+        if self._host.num_blocks:
+            self.cost.decided(len(evicted))
         for device_block, key in evicted:
             self._ledger.moving(key, Tier.DEVICE)
             if not keep or key in self._host:
@@ -315,3 +326,38 @@ class PagedMemory:
         if key in self._pool:
             return Tier.DEVICE
         return Tier.HOST if key in self._host else Tier.NOWHERE
+
+
+class KeyLedger:
+    """Nets the moves of each key, so that whoever applies the events holds exactly the keys of each tier."""
+
+    def __init__(self, tier_of: Callable[[bytes], Tier]) -> None:
+        self._tier_of = tier_of
+        self._before: dict[bytes, Tier] = {}
+
+    def moving(self, key: bytes, before: Tier) -> None:
+        """Note that a key leaves `before`, where it is or has just been."""
+        self._before.setdefault(key, before)
+
+    def take(self) -> KeyEvents:
+        """Return the net events since the last call."""
+        if not self._before:
+            return KeyEvents()
+        stored: list[bytes] = []
+        demoted: list[bytes] = []
+        promoted: list[bytes] = []
+        evicted: list[bytes] = []
+        for key, before in self._before.items():
+            now = self._tier_of(key)
+            if now is before:
+                continue
+            if now is Tier.NOWHERE:
+                evicted.append(key)
+            elif now is Tier.HOST:
+                demoted.append(key)
+            elif before is Tier.HOST:
+                promoted.append(key)
+            else:
+                stored.append(key)
+        self._before.clear()
+        return KeyEvents(tuple(stored), tuple(demoted), tuple(promoted), tuple(evicted))
