@@ -20,16 +20,16 @@ from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.loop import EngineLoop, Loaded
-from worker_svc.errors import ModelLoadError, SettingsError, WorkerError
+from worker_svc.errors import InvalidSettings, ModelLoadError, WorkerError
 from worker_svc.kv.errors import KvError
-from worker_svc.metrics import Metrics, MetricsServer
+from worker_svc.metrics import MetricsServer, WorkerMetrics
 from worker_svc.models.progress import LoadingProgress
 from worker_svc.runner.vllm import placement
 from worker_svc.start.load import load
 
 EXIT_FAILED: Final = 1
 EXIT_CODES: Final[dict[type[WorkerError | AddressTaken], int]] = {
-    SettingsError: 2,
+    InvalidSettings: 2,
     ModelLoadError: 3,
     AddressTaken: 4,
 }
@@ -69,7 +69,7 @@ class WorkerProcess:
         self.engine_stopped = True
         """Whether the engine's thread is gone, so that the interpreter can end in good order."""
         self._settings = settings
-        self._metrics = Metrics()
+        self._metrics = WorkerMetrics()
         self._service = WorkerService()
 
     async def serve(self) -> int:

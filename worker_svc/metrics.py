@@ -27,7 +27,7 @@ from prometheus_client import (
     start_http_server,
 )
 
-from worker_svc.runner.base import ModelInfo
+from worker_svc.runner.base import LoadedModel
 
 # Counters that say when they were made double the page and help nobody.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ _STEP_BUCKETS = (
 _GAP_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1)
 
 
-class Metrics:
+class WorkerMetrics:
     """All series of one worker, in a registry of their own. Updated on the event loop, once a step."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class Metrics:
         full_name = f"octavo_worker_{name}_seconds"
         return Histogram(full_name, documentation, buckets=buckets, registry=self.registry)
 
-    def describe(self, info: ModelInfo, geometry: Geometry) -> None:
+    def describe(self, info: LoadedModel, geometry: Geometry) -> None:
         """Publish what does not change."""
         self._info.info(
             {"model": info.model_id, "runner": info.runner, "dtype": info.dtype, "device": info.device}
@@ -221,7 +221,7 @@ class Metrics:
 class MetricsServer:
     """Serves a registry over HTTP, from a thread of its own."""
 
-    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
+    def __init__(self, metrics: WorkerMetrics, host: str, port: int) -> None:
         """Raises OSError when the port cannot be had."""
         self._server: WSGIServer
         self._thread: threading.Thread

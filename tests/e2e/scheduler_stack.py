@@ -27,8 +27,8 @@ from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.loop import EngineLoop
-from worker_svc.metrics import Metrics
-from worker_svc.runner.base import ModelInfo, StepBatch, StepResult
+from worker_svc.metrics import WorkerMetrics
+from worker_svc.runner.base import LoadedModel, StepBatch, StepResult
 from worker_svc.runner.sim import SimRunner, built_in_model
 from worker_svc.runner.steptime import StepTimes
 from worker_svc.start.load import build
@@ -121,7 +121,7 @@ async def start_worker(
     worker_id: str = "w1",
     *,
     port: int = 0,
-    info: ModelInfo | None = None,
+    info: LoadedModel | None = None,
     num_devices: int = 1,
     **flags: object,
 ) -> Worker:
@@ -145,7 +145,7 @@ async def start_worker(
         simulated=True,
         num_devices=num_devices,
     )
-    sessions = Sessions(terms, loop, Metrics(), loaded.faults)
+    sessions = Sessions(terms, loop, WorkerMetrics(), loaded.faults)
     service = WorkerService()
     service.open(Business(describe(loaded.info, terms), sessions, loaded.faults))
     server = WorkerServer(service)

@@ -22,7 +22,7 @@ from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.loop import EngineLoop
-from worker_svc.metrics import Metrics
+from worker_svc.metrics import WorkerMetrics
 from worker_svc.runner.sim import SimRunner, built_in_model
 from worker_svc.runner.steptime import StepTimes
 from worker_svc.start.load import build
@@ -195,7 +195,7 @@ async def running(**flags: object) -> AsyncIterator[Worker]:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         simulated=True,
     )
-    sessions = Sessions(terms, loop, Metrics(), loaded.faults)
+    sessions = Sessions(terms, loop, WorkerMetrics(), loaded.faults)
     service = WorkerService()
     service.open(Business(describe(loaded.info, terms), sessions, loaded.faults))
     server = WorkerServer(service)

@@ -8,7 +8,7 @@ from octavo.v1 import operations_pb2, worker_pb2
 
 from worker_svc.api.session import Terms
 from worker_svc.engine.faults import Fault, FaultKind
-from worker_svc.runner.base import ModelInfo
+from worker_svc.runner.base import LoadedModel
 
 
 def fault_to_proto(fault: Fault) -> operations_pb2.Fault:
@@ -40,7 +40,7 @@ def fault_from_proto(message: operations_pb2.Fault) -> Fault:
     )
 
 
-def describe(info: ModelInfo, terms: Terms) -> worker_pb2.WorkerDescription:
+def describe(info: LoadedModel, terms: Terms) -> worker_pb2.WorkerDescription:
     """Return the answer to `Worker.Describe`."""
     return worker_pb2.WorkerDescription(
         worker_id=terms.worker_id,

@@ -36,7 +36,7 @@ from worker_svc.api.status import Refusal, malformed
 from worker_svc.engine.audit import Audit, audit
 from worker_svc.engine.faults import FaultKind, Faults
 from worker_svc.engine.loop import EngineLoop, StepEngine
-from worker_svc.metrics import Metrics
+from worker_svc.metrics import WorkerMetrics
 
 KEYS_PER_MESSAGE_BYTES: Final = 2**20
 MAX_WINDOW: Final = 64
@@ -86,11 +86,11 @@ class Cache:
     pool: PoolReport
 
 
-class Session:
+class SchedulerSession:
     """One scheduler's stream: checks what comes in, keeps the order of what goes out."""
 
     def __init__(
-        self, hello: worker_pb2.Hello, terms: Terms, loop: EngineLoop, metrics: Metrics, faults: Faults
+        self, hello: worker_pb2.Hello, terms: Terms, loop: EngineLoop, metrics: WorkerMetrics, faults: Faults
     ) -> None:
         self.scheduler_id = hello.scheduler_id
         self.epoch = hello.epoch
@@ -215,9 +215,9 @@ class Session:
         if self._terms.simulated:
             report = replace(report, simulated=True)
         self._metrics.observe(report)
-        if self._closed or self._faults.fires(FaultKind.LOST_REPORT):
+        if self._closed or self._faults.draw(FaultKind.LOST_REPORT):
             return
-        if self._faults.fires(FaultKind.STREAM_DROP):
+        if self._faults.draw(FaultKind.STREAM_DROP):
             self.drop()
             return
         self.outstanding -= 1
@@ -234,13 +234,13 @@ class Sessions:
     """Holds the one session there may be, and decides who gets it."""
 
     def __init__(
-        self, terms: Terms, loop: EngineLoop, metrics: Metrics, faults: Faults | None = None
+        self, terms: Terms, loop: EngineLoop, metrics: WorkerMetrics, faults: Faults | None = None
     ) -> None:
         self._terms = terms
         self._loop = loop
         self._metrics = metrics
         self._faults = Faults() if faults is None else faults
-        self._current: Session | None = None
+        self._current: SchedulerSession | None = None
         self._draining = False
         self.drained = asyncio.Event()
         """Set once draining and without a session."""
@@ -250,7 +250,7 @@ class Sessions:
         """Sequences that live."""
         return self._current.num_live if self._current else 0
 
-    def open(self, hello: worker_pb2.Hello) -> Session:
+    def open(self, hello: worker_pb2.Hello) -> SchedulerSession:
         """Begin a session; the sequences of the one before are gone before its Welcome is sent.
 
         Raises:
@@ -275,11 +275,11 @@ class Sessions:
                 raise Refusal(precondition, "STALE_EPOCH", message)
             former.supersede()
             self.close(former)
-        self._current = Session(hello, self._terms, self._loop, self._metrics, self._faults)
+        self._current = SchedulerSession(hello, self._terms, self._loop, self._metrics, self._faults)
         self._metrics.set_attached(True)
         return self._current
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SchedulerSession) -> None:
         """End a session; harmless when it has been superseded."""
         if session is not self._current:
             return
@@ -326,7 +326,7 @@ def welcomes(terms: Terms, cache: Cache) -> Iterator[worker_pb2.Welcome]:
 
 
 def _read_cache(engine: StepEngine) -> Cache:
-    device_keys, host_keys = engine.welcome_keys()
+    device_keys, host_keys = engine.take_cached_keys()
     return Cache(keys_to_proto(device_keys), keys_to_proto(host_keys), engine.pool_report())
 
 

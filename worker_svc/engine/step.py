@@ -22,15 +22,15 @@ from octavo.protocol.steps import (
 )
 from octavo.protocol.steps import StepError as ReportedError
 
-from worker_svc.errors import DeviceLost, StepError, StepFailed, StepOutOfMemory
+from worker_svc.errors import DeviceLost, RunnerError, StepFailed, StepOutOfMemory
 from worker_svc.kv.memory import KvMemory
-from worker_svc.runner.base import ModelRunner, Row, Sequence, StepBatch, StepResult
+from worker_svc.runner.base import ModelRunner, Row, SequenceData, StepBatch, StepResult
 
 _US_PER_S = 1e6
 _LONE_ROW_RETRIES = 2
 
 
-class StepTimes:
+class StepClock:
     """Where a step's time goes, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -45,13 +45,13 @@ class StepTimes:
 
 
 @dataclass(slots=True)
-class Step:
+class CurrentStep:
     """The step of one plan, from its beginning to its report."""
 
     number: int
     status: StepStatus = StepStatus.OK
     rows: list[Row] = field(default_factory=list)
-    added: list[Sequence] = field(default_factory=list)
+    added: list[SequenceData] = field(default_factory=list)
     num_decodes: int = 0
     num_prefill_tokens: int = 0
     context_tokens: int = 0
@@ -73,7 +73,7 @@ class Step:
             if handle in logprobs:
                 self.logprobs[handle] = (logprobs[handle],)
 
-    def report(self, memory: KvMemory, pool: PoolReport, live: tuple[int, int], times: StepTimes) -> Report:
+    def report(self, memory: KvMemory, pool: PoolReport, live: tuple[int, int], times: StepClock) -> Report:
         """Return the report; `live` is the count and the digest of the live sequences."""
         live_count, digest = live
         return Report(
@@ -106,7 +106,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutcome:
     """What came of a step batch.
 
     When `failed`, nothing counts. Otherwise `rows` were computed, some perhaps in part, and
@@ -121,7 +121,7 @@ class Outcome:
     failed: bool = False
 
 
-def execute(runner: ModelRunner, batch: StepBatch) -> Outcome:
+def execute(runner: ModelRunner, batch: StepBatch) -> StepOutcome:
     """Compute a batch.
 
     Out of memory: its halves are computed one after the other, down to single rows and shorter
@@ -132,7 +132,7 @@ def execute(runner: ModelRunner, batch: StepBatch) -> Outcome:
         DeviceLost: the process cannot go on.
     """
     if not batch.rows:
-        return Outcome()
+        return StepOutcome()
     return _Execution(runner, batch).outcome()
 
 
@@ -152,14 +152,14 @@ class _Execution:
         self._starved: Counter[int] = Counter()
         """Rows of one token that ran out of memory all alone, and how often."""
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> StepOutcome:
         """Attempt the whole batch and return what came of it."""
         try:
             self._attempt(self._batch.rows)
-        except StepError as error:
+        except RunnerError as error:
             self._note(error, error.handles)
-            return Outcome(errors=tuple(self._errors), failed=True)
-        return Outcome(
+            return StepOutcome(errors=tuple(self._errors), failed=True)
+        return StepOutcome(
             tuple(self._rows), self._token_ids, self._logprobs, frozenset(self._culprits), tuple(self._errors)
         )
 
@@ -167,7 +167,7 @@ class _Execution:
         """Compute these rows, in parts if need be.
 
         Raises:
-            StepError: they fail and it is not known why.
+            RunnerError: they fail and it is not known why.
         """
         if not rows:
             return
@@ -177,7 +177,7 @@ class _Execution:
             raise
         except (StepOutOfMemory, MemoryError) as error:
             self._shrink(rows, error)
-        except StepError as error:
+        except RunnerError as error:
             self._leave_out(rows, error)
         except Exception as error:  # a fault of a runner is a failed step, not a dead worker
             raise StepFailed(f"{type(error).__name__}: {error}") from error
@@ -223,7 +223,7 @@ class _Execution:
         else:
             raise StepOutOfMemory(str(error), (handle,))
 
-    def _leave_out(self, rows: tuple[Row, ...], error: StepError) -> None:
+    def _leave_out(self, rows: tuple[Row, ...], error: RunnerError) -> None:
         """Go on without the culprits that the error names."""
         named = {row.sequence.handle for row in rows}.intersection(error.handles)
         if not named:
@@ -232,5 +232,5 @@ class _Execution:
         self._culprits |= named
         self._attempt(tuple([row for row in rows if row.sequence.handle not in named]))
 
-    def _note(self, error: StepError, handles: tuple[int, ...]) -> None:
+    def _note(self, error: RunnerError, handles: tuple[int, ...]) -> None:
         self._errors.append(ReportedError(handles, error.reason, str(error)))

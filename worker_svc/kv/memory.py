@@ -13,7 +13,7 @@ from worker_svc.kv.host import CopyCost
 
 
 @dataclass(slots=True)
-class Arrival:
+class PrefixLoad:
     """Cached blocks of one sequence that are on their way from the host tier."""
 
     num_missing: int
@@ -63,8 +63,8 @@ class Placement:
     cached_tokens: int = 0
     """On the device, to be used at once."""
     host_cached_tokens: int = 0
-    """After those, to be used when `arrival` is complete."""
-    arrival: Arrival | None = None
+    """After those, to be used when `load` is complete."""
+    load: PrefixLoad | None = None
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Promotion:
     key: bytes
     device_block: int
     host_block: int
-    waiters: list[tuple[Arrival, int]]
+    waiters: list[tuple[PrefixLoad, int]]
     """Each with the index of the block in its sequence."""
 
 
@@ -112,7 +112,7 @@ class KvMemory(Protocol):
             OutOfBlocks: there is none.
         """
 
-    def own_lost_blocks(self, block_table: list[int], arrival: Arrival) -> None:
+    def own_lost_blocks(self, block_table: list[int], load: PrefixLoad) -> None:
         """Put blocks that nobody else has in place of those that the sequence must compute again.
 
         Raises:

@@ -11,7 +11,7 @@ from octavo.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
+class LoadedModel:
     """What a loaded model says of itself; the source of `WorkerDescription`."""
 
     model_id: str
@@ -37,7 +37,7 @@ class ModelInfo:
 
 
 @dataclass(slots=True)
-class Sequence:
+class SequenceData:
     """Tokens, progress and blocks of one sequence.
 
     One invariant drives everything: `num_computed_tokens` catches up with `len(token_ids)`. A
@@ -74,7 +74,7 @@ class Row:
     again in the next step, so a row is good until `execute` returns.
     """
 
-    sequence: Sequence
+    sequence: SequenceData
     start: int
     num_tokens: int
     sample: bool
@@ -89,7 +89,7 @@ class StepBatch:
     """
 
     rows: tuple[Row, ...]
-    added: tuple[Sequence, ...] = ()
+    added: tuple[SequenceData, ...] = ()
     """Sequences that the runner has not seen before."""
     removed: tuple[int, ...] = ()
     """Handles that the runner may forget; applied before `added`."""
@@ -128,7 +128,7 @@ class ModelRunner(Protocol):
     """A loaded model over the KV memory of a block pool. Called from one thread."""
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> LoadedModel:
         """The model's description; valid once the runner is loaded."""
 
     def available_kv_bytes(self, utilization: float) -> int:

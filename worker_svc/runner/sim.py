@@ -15,7 +15,7 @@ from typing import Final
 from octavo.sampling import SamplingParams
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from worker_svc.runner.base import BlockCopy, ModelInfo, StepBatch, StepResult
+from worker_svc.runner.base import BlockCopy, LoadedModel, StepBatch, StepResult
 from worker_svc.runner.steptime import StepLoad, StepTimes
 
 BUILT_IN: Final = "sim"
@@ -44,7 +44,7 @@ class SimRunner:
 
     def __init__(
         self,
-        info: ModelInfo,
+        info: LoadedModel,
         times: StepTimes,
         speed: float = 1.0,
         sleep: Callable[[float], None] = time.sleep,
@@ -61,7 +61,7 @@ class SimRunner:
         self._vocabulary = [token_id for token_id in range(info.vocab_size) if token_id not in ends]
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> LoadedModel:
         """The model that is simulated."""
         return self._info
 
@@ -175,7 +175,7 @@ def byte_level_tokenizer() -> str:
     return text
 
 
-def simulated(info: ModelInfo) -> ModelInfo:
+def simulated(info: LoadedModel) -> LoadedModel:
     """Return a model's description with all that concerns weights made up."""
     tokenizer = Tokenizer.from_str(info.tokenizer_files["tokenizer.json"].decode())
     return replace(
@@ -190,10 +190,10 @@ def simulated(info: ModelInfo) -> ModelInfo:
     )
 
 
-def built_in_model() -> ModelInfo:
+def built_in_model() -> LoadedModel:
     """Return the description of `--model sim`, which needs no download."""
     return simulated(
-        ModelInfo(
+        LoadedModel(
             model_id=BUILT_IN,
             revision="1",
             runner="sim",

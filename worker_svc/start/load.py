@@ -8,13 +8,13 @@ import threading
 import time
 
 from worker_svc.config import WorkerSettings
-from worker_svc.engine.engine import Engine, EngineConfig
+from worker_svc.engine.engine import EngineConfig, WorkerEngine
 from worker_svc.engine.faults import Faults, FaultyRunner
 from worker_svc.engine.loop import Loaded
-from worker_svc.errors import SettingsError
+from worker_svc.errors import InvalidSettings
 from worker_svc.models.files import ModelFormat, ResolvedModel
 from worker_svc.models.progress import Progress
-from worker_svc.runner.base import ModelInfo, ModelRunner
+from worker_svc.runner.base import LoadedModel, ModelRunner
 from worker_svc.start.sizing import size
 
 
@@ -23,7 +23,7 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
 
     Raises:
         ModelLoadError: the model cannot be loaded.
-        SettingsError: the settings do not fit the model or the machine.
+        InvalidSettings: the settings do not fit the model or the machine.
     """
     return build(settings, load_runner(settings, progress))
 
@@ -32,7 +32,7 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
     """Size and allocate the KV memory of a loaded runner, and build the engine.
 
     Raises:
-        SettingsError: the settings do not fit the model or the machine.
+        InvalidSettings: the settings do not fit the model or the machine.
     """
     info = runner.info
     sizing = size(settings, info, runner.available_kv_bytes)
@@ -40,7 +40,7 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
     try:
         runner.allocate(geometry.num_blocks, geometry.block_size, geometry.num_host_blocks)
     except MemoryError as error:
-        raise SettingsError(
+        raise InvalidSettings(
             f"{geometry.num_blocks} device and {geometry.num_host_blocks} host blocks of "
             f"{geometry.block_bytes / 2**20:.2f} MiB cannot be allocated: {error}"
         ) from error
@@ -56,9 +56,9 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
         check_integrity=settings.check_integrity,
     )
     if not settings.enable_faults:
-        return Loaded(Engine(runner, config), info, geometry, sizing.max_model_len)
+        return Loaded(WorkerEngine(runner, config), info, geometry, sizing.max_model_len)
     faults = Faults()
-    engine = Engine(FaultyRunner(runner, faults, Havoc()), config, faults)
+    engine = WorkerEngine(FaultyRunner(runner, faults, Havoc()), config, faults)
     return Loaded(engine, info, geometry, sizing.max_model_len, faults)
 
 
@@ -83,7 +83,7 @@ def load_runner(settings: WorkerSettings, progress: Progress) -> ModelRunner:
 
     Raises:
         ModelLoadError: the model cannot be loaded.
-        SettingsError: the runner cannot work with the settings.
+        InvalidSettings: the runner cannot work with the settings.
     """
     match settings.runner:
         case "torch":
@@ -159,7 +159,7 @@ def _load_sim(settings: WorkerSettings, progress: Progress) -> ModelRunner:
     return SimRunner(info, times, settings.sim_speed, padded=settings.padded)
 
 
-def _text_info(model: ResolvedModel, runner: str) -> ModelInfo:
+def _text_info(model: ResolvedModel, runner: str) -> LoadedModel:
     """Return what a model's files say of text; the runner fills in what concerns the weights."""
     from worker_svc.models.gguf import open_gguf_file
     from worker_svc.models.gguf_text import gguf_text
@@ -169,7 +169,7 @@ def _text_info(model: ResolvedModel, runner: str) -> ModelInfo:
         text = gguf_text(open_gguf_file(model.path).metadata, str(model.path))
     else:
         text = folder_text(model.path)
-    return ModelInfo(
+    return LoadedModel(
         model_id=model.model_id,
         revision=model.revision,
         runner=runner,

@@ -7,17 +7,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from worker_svc.engine.engine import Engine
+    from worker_svc.engine.engine import WorkerEngine
 
 BLOCK_SIZE: Final = 16
 
 
-def demo_engine(max_num_seqs: int, max_model_len: int, *, static: bool = False) -> tuple[int, Engine]:
+def demo_engine(max_num_seqs: int, max_model_len: int, *, static: bool = False) -> tuple[int, WorkerEngine]:
     """Return the size of the vocabulary, and an engine that holds so many sequences at their longest.
 
     With `static` it is as the control arm has it: padded rows in contiguous memory.
     """
-    from worker_svc.engine.engine import Engine, EngineConfig
+    from worker_svc.engine.engine import EngineConfig, WorkerEngine
     from worker_svc.models.resolve import resolve
     from worker_svc.runner.torch import TorchOptions, load
 
@@ -33,7 +33,7 @@ def demo_engine(max_num_seqs: int, max_model_len: int, *, static: bool = False) 
         eos_token_ids=runner.info.eos_token_ids,
         paged=not static,
     )
-    return runner.info.vocab_size, Engine(runner, config)
+    return runner.info.vocab_size, WorkerEngine(runner, config)
 
 
 def transformers_model() -> Any:

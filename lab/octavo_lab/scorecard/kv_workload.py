@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from worker_svc.kv.errors import IntegrityError, OutOfBlocks, require
-from worker_svc.kv.memory import Arrival, Promotion
+from worker_svc.kv.memory import PrefixLoad, Promotion
 from worker_svc.kv.paged import PagedMemory
 from worker_svc.kv.pool import BlockPool
 
@@ -34,7 +34,7 @@ class Tenant:
     num_tokens: int
     table: list[int] = field(default_factory=list)
     computed: int = 0
-    arrival: Arrival | None = None
+    load: PrefixLoad | None = None
 
 
 class MemoryWorkload:
@@ -76,7 +76,7 @@ class MemoryWorkload:
             after = self.memory.report(0)
             require("a refusal takes nothing", before == after, (before, after))
             return
-        tenant = Tenant(chain, num_tokens, placement.block_table, placement.cached_tokens, placement.arrival)
+        tenant = Tenant(chain, num_tokens, placement.block_table, placement.cached_tokens, placement.load)
         require("admission takes one slot more", len(tenant.table) == num_tokens // size + 1)
         cached = placement.cached_tokens + placement.host_cached_tokens
         require("something is left to compute", cached < num_tokens)
@@ -90,22 +90,22 @@ class MemoryWorkload:
             return
         tenant = self.tenants[pick % len(self.tenants)]
         self.copy_out(failed=False)
-        if tenant.arrival is not None:
-            if tenant.arrival.num_missing:
+        if tenant.load is not None:
+            if tenant.load.num_missing:
                 return
             try:
-                self.memory.own_lost_blocks(tenant.table, tenant.arrival)
+                self.memory.own_lost_blocks(tenant.table, tenant.load)
             except OutOfBlocks:
                 self.outcomes["waits for a block"] += 1
                 return
             self.copy_out(failed=False)
-            tenant.computed = tenant.arrival.num_valid_blocks * self.block_size
-            tenant.arrival = None
+            tenant.computed = tenant.load.num_valid_blocks * self.block_size
+            tenant.load = None
         end = min(tenant.computed + num_tokens, len(tenant.table) * self.block_size)
         self._check_contents(tenant)
         for index in range(tenant.computed // self.block_size, -(-end // self.block_size)):
             block, key = tenant.table[index], key_of(tenant.chain, index)
-            users = [other for other in self.tenants if block in other.table and other.arrival is None]
+            users = [other for other in self.tenants if block in other.table and other.load is None]
             require("what is written belongs to one", users == [tenant], block)
             whole = end >= (index + 1) * self.block_size
             self._device[block] = key if whole else None
@@ -128,8 +128,8 @@ class MemoryWorkload:
         """Let a sequence go, whatever it waits for."""
         if self.tenants:
             tenant = self.tenants.pop(pick % len(self.tenants))
-            if tenant.arrival is not None:
-                tenant.arrival.withdrawn = True
+            if tenant.load is not None:
+                tenant.load.withdrawn = True
             self.memory.release(tenant.table)
             self.memory.drop_abandoned()
 

@@ -13,7 +13,7 @@ from worker_svc.runner.torch.families.registry import FAMILIES
 from worker_svc.runner.torch.layers import rotations
 
 
-class Decoder:
+class DecoderModel:
     """Weights of a decoder; T tokens of any number of sequences go through it in one call."""
 
     def __init__(self, checkpoint: Checkpoint, compute: Compute, max_len: int, progress: Progress) -> None:

@@ -11,18 +11,18 @@ import torch
 from octavo.sampling import SamplingParams
 from torch import Tensor
 
-from worker_svc.errors import DeviceLost, ModelLoadError, SettingsError, StepFailed, StepOutOfMemory
+from worker_svc.errors import DeviceLost, InvalidSettings, ModelLoadError, StepFailed, StepOutOfMemory
 from worker_svc.models.files import ModelFormat, ResolvedModel
 from worker_svc.models.progress import Progress
 from worker_svc.runner import host_memory
-from worker_svc.runner.base import BlockCopy, CopyTicket, ModelInfo, StepBatch, StepResult
+from worker_svc.runner.base import BlockCopy, CopyTicket, LoadedModel, StepBatch, StepResult
 from worker_svc.runner.torch.attention import CPU_PIECES, CUDA_PIECES, PagedAttention
 from worker_svc.runner.torch.checkpoint import Checkpoint
 from worker_svc.runner.torch.compute import Compute, choose_compute
 from worker_svc.runner.torch.gguf_file import open_gguf
 from worker_svc.runner.torch.hf_folder import open_hf_folder
 from worker_svc.runner.torch.kv_pool import KvPool, kv_bytes_per_token
-from worker_svc.runner.torch.model import Decoder
+from worker_svc.runner.torch.model import DecoderModel
 from worker_svc.runner.torch.packing import BlockTables, Packed, pack, pack_padded
 from worker_svc.runner.torch.profile import gpu_bytes_beside_kv
 from worker_svc.runner.torch.sampling import Sampler
@@ -67,14 +67,14 @@ class TorchRunner:
         longest = self._config.max_position_embeddings
         max_model_len = min(options.max_model_len or longest, longest)
         with torch.inference_mode(), _out_of_memory_as(ModelLoadError, f"{model.path}: loading it"):
-            self._model = Decoder(checkpoint, self._compute, max_model_len, progress)
+            self._model = DecoderModel(checkpoint, self._compute, max_model_len, progress)
         self._info = describe(model, checkpoint, self._compute, max_model_len)
         self._sampler = Sampler(self._info.eos_token_ids, self._config.vocab_size, self._compute.device)
         self._tables = BlockTables()
         self._pool: KvPool | None = None
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> LoadedModel:
         """The model's description."""
         return self._info
 
@@ -82,13 +82,13 @@ class TorchRunner:
         """Return the bytes that KV blocks may take: a share of what is free, or of a GPU's memory.
 
         Raises:
-            SettingsError: there is not even memory for the largest step.
+            InvalidSettings: there is not even memory for the largest step.
         """
         if self._compute.device.type == "cpu":
             return int(host_memory.available_bytes() * utilization)
         total = torch.cuda.mem_get_info(self._compute.device)[1]
         tokens = self._options.max_num_batched_tokens
-        with _out_of_memory_as(SettingsError, f"a step of {tokens} tokens beside the weights"):
+        with _out_of_memory_as(InvalidSettings, f"a step of {tokens} tokens beside the weights"):
             beside = gpu_bytes_beside_kv(self._model, tokens, self._options.max_num_seqs, self._pieces)
         return max(0, int(total * utilization) - beside)
 
@@ -155,10 +155,12 @@ class TorchRunner:
         return StepResult(sampled.token_ids, sampled.logprobs)
 
 
-def describe(model: ResolvedModel, checkpoint: Checkpoint, compute: Compute, max_model_len: int) -> ModelInfo:
+def describe(
+    model: ResolvedModel, checkpoint: Checkpoint, compute: Compute, max_model_len: int
+) -> LoadedModel:
     """Return the description of `model`, loaded from `checkpoint` for `compute`."""
     text = checkpoint.text
-    return ModelInfo(
+    return LoadedModel(
         model_id=model.model_id,
         revision=model.revision,
         runner="torch",
@@ -207,7 +209,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def _out_of_memory_as(kind: type[ModelLoadError | SettingsError], what: str) -> Iterator[None]:
+def _out_of_memory_as(kind: type[ModelLoadError | InvalidSettings], what: str) -> Iterator[None]:
     """Raise `kind` when there is not enough memory for `what`."""
     try:
         yield

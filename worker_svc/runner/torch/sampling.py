@@ -15,7 +15,7 @@ from octavo.sampling import SamplingParams
 from torch import Tensor
 
 from worker_svc.errors import StepFailed
-from worker_svc.runner.base import Sequence
+from worker_svc.runner.base import SequenceData
 from worker_svc.runner.torch.noise import gumbel, row_key, stream_key
 
 Ints = npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ class Sampler:
         for handle in handles:
             self._states.pop(handle, None)
 
-    def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> Sampled:
+    def sample(self, logits: Tensor, sequences: Seq[SequenceData]) -> Sampled:
         """Sample one token per row of `logits` [R, vocab] (float32, overwritten).
 
         Raises:
@@ -77,7 +77,7 @@ class Sampler:
             logprobs = {handles[row]: report for row, report in zip(reporting, reports, strict=True)}
         return Sampled(dict(zip(handles, chosen.tolist(), strict=True)), logprobs)
 
-    def _state(self, sequence: Sequence) -> SamplingState:
+    def _state(self, sequence: SequenceData) -> SamplingState:
         state = self._states.get(sequence.handle)
         if state is None or state.sequence is not sequence:
             state = SamplingState(sequence, self._eos_token_ids, self._vocab_size)
@@ -205,7 +205,7 @@ class SamplingState:
     sequence has seen, never the whole vocabulary. They are kept up to date one token at a time.
     """
 
-    def __init__(self, sequence: Sequence, eos_token_ids: Seq[int], vocab_size: int) -> None:
+    def __init__(self, sequence: SequenceData, eos_token_ids: Seq[int], vocab_size: int) -> None:
         params = sequence.sampling
         self.sequence = sequence
         temperature = 1.0 if params.temperature is None else params.temperature

@@ -17,7 +17,7 @@ from octavo_lab.scorecard import Measured, at_most, entry
 from octavo_lab.scorecard.demo_engine import demo_engine, transformers_model
 
 if TYPE_CHECKING:
-    from worker_svc.engine.engine import Engine
+    from worker_svc.engine.engine import WorkerEngine
 
 NUM_PROMPTS: Final = 24
 LONGEST: Final = 1500
@@ -77,7 +77,9 @@ class _Running:
     done: bool = False
 
 
-def run(engine: Engine, prompts: list[list[int]], chance: random.Random) -> list[tuple[list[int], list[int]]]:
+def run(
+    engine: WorkerEngine, prompts: list[list[int]], chance: random.Random
+) -> list[tuple[list[int], list[int]]]:
     """Generate for all prompts in one batch, which they join step by step; return (prompt, output) pairs."""
     engine.drop_all()
     waiting = list(enumerate(prompts, start=1))

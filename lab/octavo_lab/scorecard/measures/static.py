@@ -16,7 +16,7 @@ from octavo_lab.scorecard import Measured, at_least, entry
 from octavo_lab.scorecard.demo_engine import demo_engine, transformers_model
 
 if TYPE_CHECKING:
-    from worker_svc.engine.engine import Engine
+    from worker_svc.engine.engine import WorkerEngine
 
 BATCH: Final = 8
 SHORTEST: Final = 32
@@ -63,7 +63,7 @@ def static_vs_transformers() -> Measured:
     return Measured(statistics.median(theirs) / statistics.median(ours), details)
 
 
-def _run(engine: Engine, prompts: list[list[int]], step: int) -> int:
+def _run(engine: WorkerEngine, prompts: list[list[int]], step: int) -> int:
     """Run one batch as `StaticPlanner` plans it; return the next step."""
     handles = range(step * BATCH, (step + 1) * BATCH)
     admits = tuple(

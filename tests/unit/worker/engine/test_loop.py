@@ -53,7 +53,7 @@ class HeldEngine(StepEngine):
     def drop_all(self) -> None:
         self.done.append("drop")
 
-    def welcome_keys(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
+    def take_cached_keys(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
         return (), ()
 
     def pool_report(self) -> PoolReport:

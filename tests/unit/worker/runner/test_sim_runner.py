@@ -7,14 +7,14 @@ import pytest
 from octavo.sampling import SamplingParams, StructuredOutput
 from tokenizers import Tokenizer
 
-from worker_svc.errors import SettingsError
-from worker_svc.runner.base import Row, Sequence, StepBatch
+from worker_svc.errors import InvalidSettings
+from worker_svc.runner.base import Row, SequenceData, StepBatch
 from worker_svc.runner.sim import SimRunner, built_in_model, load_of, padded_load_of
 from worker_svc.runner.steptime import StepLoad, StepTimes, read_profile
 
 
-def sequence(handle: int, tokens: int, *, seed: int = 7, choice: int = 0, done: bool = False) -> Sequence:
-    return Sequence(
+def sequence(handle: int, tokens: int, *, seed: int = 7, choice: int = 0, done: bool = False) -> SequenceData:
+    return SequenceData(
         handle, list(range(10, 10 + tokens)), tokens, SamplingParams(seed=seed), choice, prefill_done=done
     )
 
@@ -127,10 +127,10 @@ def test_profile_of_coefficients_is_taken_as_given(tmp_path: Path) -> None:
 def test_profile_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "profile.json"
     file.write_text(text)
-    with pytest.raises(SettingsError, match=r"profile\.json"):
+    with pytest.raises(InvalidSettings, match=r"profile\.json"):
         read_profile(file)
 
 
 def test_profile_that_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="No such file"):
+    with pytest.raises(InvalidSettings, match="No such file"):
         read_profile(tmp_path / "none.json")

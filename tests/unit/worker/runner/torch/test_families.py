@@ -20,7 +20,7 @@ from tests.unit.worker.runner.torch.parity import (
     reference_logprobs,
 )
 from worker_svc.runner.torch import attention
-from worker_svc.runner.torch.model import Decoder
+from worker_svc.runner.torch.model import DecoderModel
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -129,13 +129,13 @@ def test_padded_batch_gives_the_same_tokens(family: str, tmp_path: Path) -> None
 def test_padding_costs_what_static_batching_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(FAMILIES["llama"], tmp_path)
     computed: list[int] = []
-    hidden = Decoder.hidden
+    hidden = DecoderModel.hidden
 
-    def counting(self: Decoder, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+    def counting(self: DecoderModel, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
         computed.append(len(token_ids))
         return hidden(self, token_ids, *args)
 
-    monkeypatch.setattr(Decoder, "hidden", counting)
+    monkeypatch.setattr(DecoderModel, "hidden", counting)
     for padded in (False, True):
         driver = Driver(load_folder(tmp_path, padded=padded), num_blocks=40, block_size=4)
         for prompt in prompts([3, 31, 5]):
