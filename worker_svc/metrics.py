@@ -27,6 +27,7 @@ from prometheus_client import (
     start_http_server,
 )
 
+from worker_svc.kv.stats import external_fragmentation, internal_fragmentation
 from worker_svc.runner.base import LoadedModel
 
 # Counters that say when they were made double the page and help nobody.
@@ -193,10 +194,9 @@ class WorkerMetrics:
         """Account for the state of the pool."""
         for name, gauge in self._blocks.items():
             gauge.set(getattr(pool, name))
-        slots = pool.active * self._block_size
         # Sequences that wait for the same blocks from the host each count them as unused.
-        self._internal.set(min(1.0, pool.unused_slots / slots) if slots else 0.0)
-        self._external.set(1 - pool.largest_free_run / pool.free if pool.free else 0.0)
+        self._internal.set(min(1.0, internal_fragmentation(pool, self._block_size)))
+        self._external.set(external_fragmentation(pool))
         for name, since_start in (
             ("hit", pool.hit_tokens),
             ("miss", pool.miss_tokens),

@@ -58,11 +58,11 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
     if not settings.enable_faults:
         return Loaded(WorkerEngine(runner, config), info, geometry, sizing.max_model_len)
     faults = Faults()
-    engine = WorkerEngine(FaultyRunner(runner, faults, Havoc()), config, faults)
+    engine = WorkerEngine(FaultyRunner(runner, faults, ProcessFaults()), config, faults)
     return Loaded(engine, info, geometry, sizing.max_model_len, faults)
 
 
-class Havoc:
+class ProcessFaults:
     """What faults do to this process; see `worker_svc.engine.faults.FaultEffects`."""
 
     def sleep(self, seconds: float) -> None:
