@@ -61,7 +61,7 @@ class Subject:
             num_blocks=num_blocks,
             max_num_seqs=MAX_NUM_SEQS,
             max_model_len=CONTEXT,
-            eos_token_ids=self.info.eos_token_ids,
+            eos_token_ids=self.info.text.eos_token_ids,
             num_host_blocks=num_host_blocks,
             check_integrity=True,
         )

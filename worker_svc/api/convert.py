@@ -53,19 +53,19 @@ def describe(info: LoadedModel, terms: Terms) -> worker_pb2.WorkerDescription:
         kv_dtype=info.kv_dtype,
         vocab_size=info.vocab_size,
         max_model_len=terms.max_model_len,
-        eos_token_ids=info.eos_token_ids,
-        bos_token_id=info.bos_token_id,
-        generation_defaults=sampling_to_proto(info.generation_defaults),
-        chat_template=info.chat_template,
+        eos_token_ids=info.text.eos_token_ids,
+        bos_token_id=info.text.bos_token_id,
+        generation_defaults=sampling_to_proto(info.text.generation_defaults),
+        chat_template=info.text.chat_template,
         geometry=geometry_to_proto(terms.geometry),
         max_num_seqs=terms.max_num_seqs,
         max_num_batched_tokens=terms.max_num_batched_tokens,
         tokenizer_files=[
             worker_pb2.TokenizerFile(name=name, content=content)
-            for name, content in info.tokenizer_files.items()
+            for name, content in info.text.tokenizer_files.items()
         ],
-        special_tokens=info.special_tokens,
+        special_tokens=info.text.special_tokens,
         adapters=info.adapters,
-        add_bos_token=info.add_bos_token,
+        add_bos_token=info.text.add_bos_token,
         devices=terms.num_devices,
     )

@@ -9,26 +9,25 @@ from typing import Protocol
 from octavo.protocol.steps import Priority, TokenLogprobs
 from octavo.sampling import SamplingParams
 
+from worker_svc.models.text import ModelText
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What a loaded model says of itself; the source of `WorkerDescription`."""
+    """What a loaded model says of itself; the source of `WorkerDescription`.
+
+    A runner that is given what the files say fills in what concerns the weights.
+    """
 
     model_id: str
     revision: str
+    text: ModelText
     runner: str
-    dtype: str
-    kv_dtype: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    add_bos_token: bool
-    generation_defaults: SamplingParams
-    chat_template: str | None
-    special_tokens: dict[str, str]
-    tokenizer_files: dict[str, bytes]
-    kv_bytes_per_token: int
+    dtype: str = ""
+    kv_dtype: str = ""
+    vocab_size: int = 0
+    max_model_len: int = 0
+    kv_bytes_per_token: int = 0
     """In one rank."""
     adapters: tuple[str, ...] = ()
     device: str = "cpu"

@@ -49,7 +49,7 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
         num_blocks=geometry.num_blocks,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=sizing.max_model_len,
-        eos_token_ids=info.eos_token_ids,
+        eos_token_ids=info.text.eos_token_ids,
         num_host_blocks=geometry.num_host_blocks,
         paged=geometry.paged,
         pin_budget_blocks=geometry.pin_budget_blocks,
@@ -169,20 +169,4 @@ def _text_info(model: ResolvedModel, runner: str) -> LoadedModel:
         text = gguf_text(open_gguf_file(model.path).metadata, str(model.path))
     else:
         text = folder_text(model.path)
-    return LoadedModel(
-        model_id=model.model_id,
-        revision=model.revision,
-        runner=runner,
-        dtype="",
-        kv_dtype="",
-        vocab_size=0,
-        max_model_len=0,
-        eos_token_ids=text.eos_token_ids,
-        bos_token_id=text.bos_token_id,
-        add_bos_token=text.add_bos_token,
-        generation_defaults=text.generation_defaults,
-        chat_template=text.chat_template,
-        special_tokens=text.special_tokens,
-        tokenizer_files=text.tokenizer_files,
-        kv_bytes_per_token=0,
-    )
+    return LoadedModel(model.model_id, model.revision, text, runner)

@@ -30,7 +30,7 @@ def demo_engine(max_num_seqs: int, max_model_len: int, *, static: bool = False) 
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
-        eos_token_ids=runner.info.eos_token_ids,
+        eos_token_ids=runner.info.text.eos_token_ids,
         paged=not static,
     )
     return runner.info.vocab_size, WorkerEngine(runner, config)

@@ -69,7 +69,7 @@ class TorchRunner:
         with torch.inference_mode(), _out_of_memory_as(ModelLoadError, f"{model.path}: loading it"):
             self._model = DecoderModel(checkpoint, self._compute, max_model_len, progress)
         self._info = describe(model, checkpoint, self._compute, max_model_len)
-        self._sampler = Sampler(self._info.eos_token_ids, self._config.vocab_size, self._compute.device)
+        self._sampler = Sampler(self._info.text.eos_token_ids, self._config.vocab_size, self._compute.device)
         self._tables = BlockTables()
         self._pool: KvPool | None = None
 
@@ -159,22 +159,15 @@ def describe(
     model: ResolvedModel, checkpoint: Checkpoint, compute: Compute, max_model_len: int
 ) -> LoadedModel:
     """Return the description of `model`, loaded from `checkpoint` for `compute`."""
-    text = checkpoint.text
     return LoadedModel(
         model_id=model.model_id,
         revision=model.revision,
+        text=checkpoint.text,
         runner="torch",
         dtype=_dtype_name(compute.weights),
         kv_dtype=_dtype_name(compute.activations),
         vocab_size=checkpoint.config.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=text.eos_token_ids,
-        bos_token_id=text.bos_token_id,
-        add_bos_token=text.add_bos_token,
-        generation_defaults=text.generation_defaults,
-        chat_template=text.chat_template,
-        special_tokens=text.special_tokens,
-        tokenizer_files=text.tokenizer_files,
         kv_bytes_per_token=kv_bytes_per_token(checkpoint.config, compute),
         device=str(compute.device),
     )

@@ -197,7 +197,7 @@ class VllmRunner:
         self.execute(StepBatch((), removed=tuple([sequence.handle for sequence in sequences])))
 
     def _sampling(self, sampling: SamplingParams) -> Any:
-        kwargs = sampling_kwargs(sampling, self._info.eos_token_ids, self._info.vocab_size)
+        kwargs = sampling_kwargs(sampling, self._info.text.eos_token_ids, self._info.vocab_size)
         return self._vllm.make_sampling(kwargs)
 
     def _forget(self, handle: int) -> None:

@@ -65,8 +65,8 @@ def test_sim_padded_step_computes_every_prompt_as_long_as_the_longest() -> None:
 def test_sim_never_ends_a_sequence_by_itself() -> None:
     info = built_in_model()
     drawn = {sampled(Row(sequence(1, 8, seed=seed), 0, 8, sample=True)) for seed in range(3000)}
-    assert not drawn & set(info.eos_token_ids)
-    assert len(drawn) == info.vocab_size - len(info.eos_token_ids)
+    assert not drawn & set(info.text.eos_token_ids)
+    assert len(drawn) == info.vocab_size - len(info.text.eos_token_ids)
 
 
 def test_sim_refuses_what_needs_a_model() -> None:
@@ -78,7 +78,7 @@ def test_sim_refuses_what_needs_a_model() -> None:
 
 
 def test_sim_built_in_tokenizer_reads_any_text_back() -> None:
-    tokenizer = Tokenizer.from_str(built_in_model().tokenizer_files["tokenizer.json"].decode())
+    tokenizer = Tokenizer.from_str(built_in_model().text.tokenizer_files["tokenizer.json"].decode())
     text = "Grüße, 世界 🌍\n\ttab"
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids) == text

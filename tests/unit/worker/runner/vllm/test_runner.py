@@ -105,8 +105,8 @@ def test_runner_describes_what_vllm_loaded(loaded: VllmRunner) -> None:
     assert (info.runner, info.dtype, info.kv_dtype, info.device) == ("vllm", "float32", "float32", "cpu")
     assert (info.vocab_size, info.max_model_len) == (VOCAB_SIZE, 256)
     assert info.kv_bytes_per_token == LAYERS * 2 * HIDDEN * 4
-    assert info.eos_token_ids == (2,)
-    assert "tokenizer.json" in info.tokenizer_files
+    assert info.text.eos_token_ids == (2,)
+    assert "tokenizer.json" in info.text.tokenizer_files
 
 
 def test_available_kv_bytes_grow_with_the_share(loaded: VllmRunner) -> None:
