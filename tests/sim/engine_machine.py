@@ -74,7 +74,7 @@ class _Runner:
 
 
 class EngineMachine:
-    """A `StepMachine` around `worker_svc.engine.engine.Engine`, which audits itself after every step."""
+    """A `StepMachine` around the worker's engine, which audits itself after every step."""
 
     num_host_blocks = 24
 
