@@ -15,13 +15,13 @@ class ModelLoadError(WorkerError):
     reason = "MODEL_LOAD"
 
 
-class SettingsError(WorkerError):
+class InvalidSettings(WorkerError):
     """The settings cannot work together; the message shows the arithmetic."""
 
     reason = "SETTINGS"
 
 
-class StepError(WorkerError):
+class RunnerError(WorkerError):
     """A step failed and advanced nothing."""
 
     reason = "EXCEPTION"
@@ -31,11 +31,11 @@ class StepError(WorkerError):
         self.handles = handles
 
 
-class StepFailed(StepError):
+class StepFailed(RunnerError):
     """The runner raised; `handles` names the culprits when they are known."""
 
 
-class StepOutOfMemory(StepError):
+class StepOutOfMemory(RunnerError):
     """The device ran out of memory during the step."""
 
     reason = "OOM"

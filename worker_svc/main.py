@@ -15,20 +15,21 @@ import structlog
 from octavo.service import event_loop
 from octavo.service.address import AddressTaken, check_address
 
-from worker_svc.api.describe import describe
+from worker_svc.api.convert import describe
 from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.loop import EngineLoop, Loaded
-from worker_svc.errors import ModelLoadError, SettingsError, WorkerError
-from worker_svc.metrics import Metrics, MetricsServer
+from worker_svc.errors import InvalidSettings, ModelLoadError, WorkerError
+from worker_svc.kv.errors import KvError
+from worker_svc.metrics import MetricsServer, WorkerMetrics
+from worker_svc.models.progress import LoadingProgress
 from worker_svc.runner.vllm import placement
 from worker_svc.start.load import load
-from worker_svc.start.progress import LoadingProgress
 
 EXIT_FAILED: Final = 1
 EXIT_CODES: Final[dict[type[WorkerError | AddressTaken], int]] = {
-    SettingsError: 2,
+    InvalidSettings: 2,
     ModelLoadError: 3,
     AddressTaken: 4,
 }
@@ -68,7 +69,7 @@ class WorkerProcess:
         self.engine_stopped = True
         """Whether the engine's thread is gone, so that the interpreter can end in good order."""
         self._settings = settings
-        self._metrics = Metrics()
+        self._metrics = WorkerMetrics()
         self._service = WorkerService()
 
     async def serve(self) -> int:
@@ -103,7 +104,7 @@ class WorkerProcess:
                 await self._serve(server, worker_id, engine_loop, stop)
             if engine_loop.ended.done():
                 engine_loop.ended.result()
-        except WorkerError as error:
+        except (WorkerError, KvError) as error:
             if type(error) in EXIT_CODES:
                 raise
             log.critical("engine_died", reason=error.reason, problem=str(error), exc_info=error)
@@ -126,12 +127,12 @@ class WorkerProcess:
         loaded = engine_loop.ready.result()
         terms = self._terms(worker_id, loaded)
         sessions = Sessions(terms, engine_loop, self._metrics, loaded.faults)
-        self._metrics.describe(loaded.info, terms.sizing.geometry)
+        self._metrics.describe(loaded.info, terms.geometry)
         self._metrics.observe_pool(await engine_loop.call(lambda engine: engine.pool_report()))
         self._service.open(Business(describe(loaded.info, terms), sessions, loaded.faults))
         await server.set_serving(serving=True)
         self._metrics.set_ready(True)
-        geometry = terms.sizing.geometry
+        geometry = terms.geometry
         log.info(
             "worker_ready",
             worker_id=worker_id,
@@ -139,7 +140,7 @@ class WorkerProcess:
             model=loaded.info.model_id,
             runner=loaded.info.runner,
             simulated=terms.simulated,
-            max_model_len=terms.sizing.max_model_len,
+            max_model_len=terms.max_model_len,
             num_blocks=geometry.num_blocks,
             block_size=geometry.block_size,
             kv_mib=round(geometry.num_blocks * geometry.block_bytes / 2**20),
@@ -161,7 +162,8 @@ class WorkerProcess:
         return Terms(
             worker_id=worker_id,
             incarnation=uuid.uuid4().hex,
-            sizing=loaded.sizing,
+            geometry=loaded.geometry,
+            max_model_len=loaded.max_model_len,
             vocab_size=loaded.info.vocab_size,
             max_num_seqs=self._settings.batch.max_num_seqs,
             max_num_batched_tokens=self._settings.batch.max_num_batched_tokens,

@@ -27,7 +27,8 @@ from prometheus_client import (
     start_http_server,
 )
 
-from worker_svc.runner.base import ModelInfo
+from worker_svc.kv.stats import external_fragmentation, internal_fragmentation
+from worker_svc.runner.base import LoadedModel
 
 # Counters that say when they were made double the page and help nobody.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -56,7 +57,7 @@ _STEP_BUCKETS = (
 _GAP_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1)
 
 
-class Metrics:
+class WorkerMetrics:
     """All series of one worker, in a registry of their own. Updated on the event loop, once a step."""
 
     def __init__(self) -> None:
@@ -136,7 +137,7 @@ class Metrics:
         full_name = f"octavo_worker_{name}_seconds"
         return Histogram(full_name, documentation, buckets=buckets, registry=self.registry)
 
-    def describe(self, info: ModelInfo, geometry: Geometry) -> None:
+    def describe(self, info: LoadedModel, geometry: Geometry) -> None:
         """Publish what does not change."""
         self._info.info(
             {"model": info.model_id, "runner": info.runner, "dtype": info.dtype, "device": info.device}
@@ -193,10 +194,9 @@ class Metrics:
         """Account for the state of the pool."""
         for name, gauge in self._blocks.items():
             gauge.set(getattr(pool, name))
-        slots = pool.active * self._block_size
         # Sequences that wait for the same blocks from the host each count them as unused.
-        self._internal.set(min(1.0, pool.unused_slots / slots) if slots else 0.0)
-        self._external.set(1 - pool.largest_free_run / pool.free if pool.free else 0.0)
+        self._internal.set(min(1.0, internal_fragmentation(pool, self._block_size)))
+        self._external.set(external_fragmentation(pool))
         for name, since_start in (
             ("hit", pool.hit_tokens),
             ("miss", pool.miss_tokens),
@@ -221,7 +221,7 @@ class Metrics:
 class MetricsServer:
     """Serves a registry over HTTP, from a thread of its own."""
 
-    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
+    def __init__(self, metrics: WorkerMetrics, host: str, port: int) -> None:
         """Raises OSError when the port cannot be had."""
         self._server: WSGIServer
         self._thread: threading.Thread

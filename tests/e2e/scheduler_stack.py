@@ -22,13 +22,13 @@ from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.process import SchedulerProcess
-from worker_svc.api.describe import describe
+from worker_svc.api.convert import describe
 from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.loop import EngineLoop
-from worker_svc.metrics import Metrics
-from worker_svc.runner.base import ModelInfo, StepBatch, StepResult
+from worker_svc.metrics import WorkerMetrics
+from worker_svc.runner.base import LoadedModel, StepBatch, StepResult
 from worker_svc.runner.sim import SimRunner, built_in_model
 from worker_svc.runner.steptime import StepTimes
 from worker_svc.start.load import build
@@ -121,7 +121,7 @@ async def start_worker(
     worker_id: str = "w1",
     *,
     port: int = 0,
-    info: ModelInfo | None = None,
+    info: LoadedModel | None = None,
     num_devices: int = 1,
     **flags: object,
 ) -> Worker:
@@ -136,7 +136,8 @@ async def start_worker(
     terms = Terms(
         worker_id=worker_id,
         incarnation=f"{worker_id}-{id(loop)}",
-        sizing=loaded.sizing,
+        geometry=loaded.geometry,
+        max_model_len=loaded.max_model_len,
         vocab_size=loaded.info.vocab_size,
         max_num_seqs=settings.batch.max_num_seqs,
         max_num_batched_tokens=settings.batch.max_num_batched_tokens,
@@ -144,13 +145,13 @@ async def start_worker(
         simulated=True,
         num_devices=num_devices,
     )
-    sessions = Sessions(terms, loop, Metrics(), loaded.faults)
+    sessions = Sessions(terms, loop, WorkerMetrics(), loaded.faults)
     service = WorkerService()
     service.open(Business(describe(loaded.info, terms), sessions, loaded.faults))
     server = WorkerServer(service)
     bound = await server.start("127.0.0.1", port)
     await server.set_serving(serving=True)
-    num_blocks = loaded.sizing.geometry.num_blocks
+    num_blocks = loaded.geometry.num_blocks
     return Worker(worker_id, f"127.0.0.1:{bound}", gate, loop, num_blocks, server)
 
 

@@ -18,9 +18,9 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
 from worker_svc.config import WorkerSettings
-from worker_svc.engine.engine import Engine, EngineConfig
+from worker_svc.engine.engine import EngineConfig, WorkerEngine
 from worker_svc.errors import StepOutOfMemory
-from worker_svc.runner.base import ModelInfo, ModelRunner
+from worker_svc.runner.base import LoadedModel, ModelRunner
 from worker_svc.start.load import load_runner
 
 BLOCK_SIZE = 32
@@ -51,7 +51,7 @@ RUNNERS = [
 @dataclass
 class Subject:
     runner: ModelRunner
-    info: ModelInfo
+    info: LoadedModel
     reference: Reference
 
     def workload(self, seed: int = 0, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> PlanWorkload:
@@ -61,11 +61,11 @@ class Subject:
             num_blocks=num_blocks,
             max_num_seqs=MAX_NUM_SEQS,
             max_model_len=CONTEXT,
-            eos_token_ids=self.info.eos_token_ids,
+            eos_token_ids=self.info.text.eos_token_ids,
             num_host_blocks=num_host_blocks,
             check_integrity=True,
         )
-        return PlanWorkload(Engine(self.runner, config), BLOCK_SIZE, MAX_NUM_SEQS, seed)
+        return PlanWorkload(WorkerEngine(self.runner, config), BLOCK_SIZE, MAX_NUM_SEQS, seed)
 
     def run(self, *jobs: EngineJob, seed: int = 0, disturb: bool = False) -> list[list[int]]:
         self.workload(seed).run(jobs, disturb=disturb)

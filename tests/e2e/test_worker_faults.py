@@ -20,7 +20,7 @@ from tests.e2e.worker_stack import (
     admit,
     refusal_of,
 )
-from worker_svc.api.session import Session
+from worker_svc.api.session import SchedulerSession
 
 
 async def test_faults_are_refused_unless_enabled(worker: Worker) -> None:
@@ -117,7 +117,7 @@ async def test_half_open_stream_is_found_and_makes_room_for_another(
     closed = asyncio.Event()
     close = worker.sessions.close
 
-    def noted(session: Session) -> None:
+    def noted(session: SchedulerSession) -> None:
         close(session)
         closed.set()
 

@@ -17,12 +17,12 @@ from octavo.v1 import common_pb2, worker_pb2_grpc
 from octavo.v1 import worker_pb2 as pb
 
 from tests.e2e.scheduler_stack import WAIT_S, until
-from worker_svc.api.describe import describe
+from worker_svc.api.convert import describe
 from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.loop import EngineLoop
-from worker_svc.metrics import Metrics
+from worker_svc.metrics import WorkerMetrics
 from worker_svc.runner.sim import SimRunner, built_in_model
 from worker_svc.runner.steptime import StepTimes
 from worker_svc.start.load import build
@@ -188,13 +188,14 @@ async def running(**flags: object) -> AsyncIterator[Worker]:
     terms = Terms(
         worker_id="w",
         incarnation="i",
-        sizing=loaded.sizing,
+        geometry=loaded.geometry,
+        max_model_len=loaded.max_model_len,
         vocab_size=loaded.info.vocab_size,
         max_num_seqs=settings.batch.max_num_seqs,
         max_num_batched_tokens=settings.batch.max_num_batched_tokens,
         simulated=True,
     )
-    sessions = Sessions(terms, loop, Metrics(), loaded.faults)
+    sessions = Sessions(terms, loop, WorkerMetrics(), loaded.faults)
     service = WorkerService()
     service.open(Business(describe(loaded.info, terms), sessions, loaded.faults))
     server = WorkerServer(service)

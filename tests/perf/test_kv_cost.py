@@ -9,7 +9,7 @@ from octavo.protocol.steps import Admit, Plan
 from octavo.sampling import SamplingParams
 from octavo_lab.scorecard.measures import kv
 
-from worker_svc.engine.engine import Engine, EngineConfig
+from worker_svc.engine.engine import EngineConfig, WorkerEngine
 from worker_svc.runner.base import StepBatch, StepResult
 
 
@@ -35,7 +35,7 @@ class InstantRunner:
 def median_step_s(num_seqs: int) -> float:
     """CPU seconds of the engine for a step in which all sequences decode."""
     config = EngineConfig(block_size=16, num_blocks=2**16, max_num_seqs=num_seqs, max_model_len=4096)
-    engine = Engine(InstantRunner(), config)  # type: ignore[arg-type]  # the rest is not used
+    engine = WorkerEngine(InstantRunner(), config)  # type: ignore[arg-type]  # the rest is not used
     sampling = SamplingParams(max_tokens=4000, seed=1)
     handles = range(1, num_seqs + 1)
     admit = tuple(Admit(handle, [handle] * 20, 20, sampling) for handle in handles)
@@ -56,7 +56,7 @@ def test_cost_of_a_step_grows_no_faster_than_its_sequences() -> None:
 
 def test_cost_of_a_step_does_not_grow_with_the_pool() -> None:
     def step_us(num_blocks: int) -> float:
-        engine = Engine(
+        engine = WorkerEngine(
             InstantRunner(),  # type: ignore[arg-type]  # the rest is not used
             EngineConfig(block_size=16, num_blocks=num_blocks, max_num_seqs=8, max_model_len=2048),
         )

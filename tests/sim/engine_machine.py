@@ -12,10 +12,9 @@ from octavo_lab.sim import SimWorkerConfig, stream_of, token_at
 from octavo_lab.sim.worker import StepFault, WorkerCrashedError, no_fault
 
 from scheduler_svc.core import WorkerInfo
-from worker_svc.engine.engine import Engine, EngineConfig
-from worker_svc.engine.sequence import Sequence
+from worker_svc.engine.engine import EngineConfig, WorkerEngine
 from worker_svc.errors import DeviceLost, StepFailed
-from worker_svc.runner.base import BlockCopy, StepBatch, StepResult
+from worker_svc.runner.base import BlockCopy, SequenceData, StepBatch, StepResult
 
 
 class _Ticket:
@@ -75,7 +74,7 @@ class _Runner:
 
 
 class EngineMachine:
-    """A `StepMachine` around `worker_svc.engine.engine.Engine`, which audits itself after every step."""
+    """A `StepMachine` around the worker's engine, which audits itself after every step."""
 
     num_host_blocks = 24
 
@@ -101,11 +100,11 @@ class EngineMachine:
             paged=self.config.paged,
             check_integrity=True,
         )
-        self.engine = Engine(_Runner(self), config)  # type: ignore[arg-type] # as much as the engine uses
+        self.engine = WorkerEngine(_Runner(self), config)  # type: ignore[arg-type] # as much as the engine uses
 
     def welcome(self) -> WorkerInfo:
         self.engine.drop_all()
-        device_keys, host_keys = self.engine.welcome_keys()
+        device_keys, host_keys = self.engine.take_cached_keys()
         config = self.config
         geometry = Geometry(config.block_size, config.num_blocks, self.num_host_blocks, paged=config.paged)
         return WorkerInfo(
@@ -156,8 +155,8 @@ class EngineMachine:
         return {s.handle: len(s.token_ids) for s in self._sequences}
 
     @property
-    def _sequences(self) -> list[Sequence]:
-        return [live.sequence for live in self.engine._roster.live.values()]
+    def _sequences(self) -> list[SequenceData]:
+        return [live.sequence for live in self.engine._running.states.values()]
 
     @property
     def quiet(self) -> bool:

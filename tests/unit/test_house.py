@@ -40,7 +40,15 @@ FLOORS = {
         "errors",
         "core",
     ),
-    "worker_svc": ("__main__ main", "api", "start", "engine", "runner", "kv", "metrics config", "errors"),
+    "worker_svc": (
+        "__main__ main",
+        "api start",
+        "metrics engine",
+        "runner",
+        "models kv",
+        "config",
+        "errors",
+    ),
     "octavo": (
         "cli gateway llm",
         "supervisor",

@@ -1,11 +1,14 @@
-"""What only the worker reads from the wire: faults to inject."""
+"""What only the worker reads from the wire and writes to it: faults to inject, its own description."""
 
 from __future__ import annotations
 
-from octavo.protocol.convert import ProtocolError
-from octavo.v1 import operations_pb2
+from octavo.protocol.convert import ProtocolError, geometry_to_proto, sampling_to_proto
+from octavo.protocol.steps import PROTOCOL_VERSION
+from octavo.v1 import operations_pb2, worker_pb2
 
+from worker_svc.api.session import Terms
 from worker_svc.engine.faults import Fault, FaultKind
+from worker_svc.runner.base import LoadedModel
 
 
 def fault_to_proto(fault: Fault) -> operations_pb2.Fault:
@@ -34,4 +37,35 @@ def fault_from_proto(message: operations_pb2.Fault) -> Fault:
         count=message.count if message.HasField("count") else None,
         duration_s=message.duration_ms / 1000,
         token_id=message.token_id if message.HasField("token_id") else None,
+    )
+
+
+def describe(info: LoadedModel, terms: Terms) -> worker_pb2.WorkerDescription:
+    """Return the answer to `Worker.Describe`."""
+    return worker_pb2.WorkerDescription(
+        worker_id=terms.worker_id,
+        incarnation=terms.incarnation,
+        protocol_version=PROTOCOL_VERSION,
+        model_id=info.model_id,
+        revision=info.revision,
+        runner=info.runner,
+        dtype=info.dtype,
+        kv_dtype=info.kv_dtype,
+        vocab_size=info.vocab_size,
+        max_model_len=terms.max_model_len,
+        eos_token_ids=info.text.eos_token_ids,
+        bos_token_id=info.text.bos_token_id,
+        generation_defaults=sampling_to_proto(info.text.generation_defaults),
+        chat_template=info.text.chat_template,
+        geometry=geometry_to_proto(terms.geometry),
+        max_num_seqs=terms.max_num_seqs,
+        max_num_batched_tokens=terms.max_num_batched_tokens,
+        tokenizer_files=[
+            worker_pb2.TokenizerFile(name=name, content=content)
+            for name, content in info.text.tokenizer_files.items()
+        ],
+        special_tokens=info.text.special_tokens,
+        adapters=info.adapters,
+        add_bos_token=info.text.add_bos_token,
+        devices=terms.num_devices,
     )

@@ -20,7 +20,7 @@ from octavo.service.address import AddressTaken, check_address
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 
 from worker_svc.api.convert import fault_from_proto
-from worker_svc.api.session import HELLO_TIMEOUT_S, Session, Sessions
+from worker_svc.api.session import HELLO_TIMEOUT_S, SchedulerSession, Sessions
 from worker_svc.api.status import Refusal, abort, malformed
 from worker_svc.engine.faults import Faults
 
@@ -83,7 +83,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         """Serve a scheduler for as long as its stream lives."""
         del request_iterator
-        session: Session | None = None
+        session: SchedulerSession | None = None
         sessions: Sessions | None = None
         try:
             sessions = self._open_business().sessions

@@ -20,15 +20,23 @@ from octavo.protocol.convert import (
     report_to_proto,
 )
 from octavo.protocol.convert_pool import pool_to_proto
-from octavo.protocol.steps import PROTOCOL_VERSION, Admit, Plan, PoolReport, Refused, RefuseReason, Report
+from octavo.protocol.steps import (
+    PROTOCOL_VERSION,
+    Admit,
+    Geometry,
+    Plan,
+    PoolReport,
+    Refused,
+    RefuseReason,
+    Report,
+)
 from octavo.v1 import worker_pb2
 
 from worker_svc.api.status import Refusal, malformed
 from worker_svc.engine.audit import Audit, audit
 from worker_svc.engine.faults import FaultKind, Faults
 from worker_svc.engine.loop import EngineLoop, StepEngine
-from worker_svc.metrics import Metrics
-from worker_svc.start.sizing import Sizing
+from worker_svc.metrics import WorkerMetrics
 
 KEYS_PER_MESSAGE_BYTES: Final = 2**20
 MAX_WINDOW: Final = 64
@@ -44,7 +52,8 @@ class Terms:
 
     worker_id: str
     incarnation: str
-    sizing: Sizing
+    geometry: Geometry
+    max_model_len: int
     vocab_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -56,12 +65,12 @@ class Terms:
     def problem_of(self, admit: Admit) -> str | None:
         """Return why this worker can never run a sequence, or None."""
         num_tokens = len(admit.token_ids)
-        if num_tokens >= self.sizing.max_model_len:
-            return f"{num_tokens} tokens leave no room in {self.sizing.max_model_len}"
+        if num_tokens >= self.max_model_len:
+            return f"{num_tokens} tokens leave no room in {self.max_model_len}"
         highest = max((*admit.sampling.logit_bias, max(admit.token_ids)))
         if highest >= self.vocab_size:
             return f"token id {highest} is beyond the vocabulary of {self.vocab_size}"
-        if len(admit.keys) > num_tokens // self.sizing.geometry.block_size:
+        if len(admit.keys) > num_tokens // self.geometry.block_size:
             return f"{len(admit.keys)} keys for {num_tokens} tokens"
         if admit.adapter is not None and admit.adapter not in self.adapters:
             return f"no adapter {admit.adapter}"
@@ -77,11 +86,11 @@ class Cache:
     pool: PoolReport
 
 
-class Session:
+class SchedulerSession:
     """One scheduler's stream: checks what comes in, keeps the order of what goes out."""
 
     def __init__(
-        self, hello: worker_pb2.Hello, terms: Terms, loop: EngineLoop, metrics: Metrics, faults: Faults
+        self, hello: worker_pb2.Hello, terms: Terms, loop: EngineLoop, metrics: WorkerMetrics, faults: Faults
     ) -> None:
         self.scheduler_id = hello.scheduler_id
         self.epoch = hello.epoch
@@ -206,9 +215,9 @@ class Session:
         if self._terms.simulated:
             report = replace(report, simulated=True)
         self._metrics.observe(report)
-        if self._closed or self._faults.fires(FaultKind.LOST_REPORT):
+        if self._closed or self._faults.draw(FaultKind.LOST_REPORT):
             return
-        if self._faults.fires(FaultKind.STREAM_DROP):
+        if self._faults.draw(FaultKind.STREAM_DROP):
             self.drop()
             return
         self.outstanding -= 1
@@ -225,13 +234,13 @@ class Sessions:
     """Holds the one session there may be, and decides who gets it."""
 
     def __init__(
-        self, terms: Terms, loop: EngineLoop, metrics: Metrics, faults: Faults | None = None
+        self, terms: Terms, loop: EngineLoop, metrics: WorkerMetrics, faults: Faults | None = None
     ) -> None:
         self._terms = terms
         self._loop = loop
         self._metrics = metrics
         self._faults = Faults() if faults is None else faults
-        self._current: Session | None = None
+        self._current: SchedulerSession | None = None
         self._draining = False
         self.drained = asyncio.Event()
         """Set once draining and without a session."""
@@ -241,7 +250,7 @@ class Sessions:
         """Sequences that live."""
         return self._current.num_live if self._current else 0
 
-    def open(self, hello: worker_pb2.Hello) -> Session:
+    def open(self, hello: worker_pb2.Hello) -> SchedulerSession:
         """Begin a session; the sequences of the one before are gone before its Welcome is sent.
 
         Raises:
@@ -266,11 +275,11 @@ class Sessions:
                 raise Refusal(precondition, "STALE_EPOCH", message)
             former.supersede()
             self.close(former)
-        self._current = Session(hello, self._terms, self._loop, self._metrics, self._faults)
+        self._current = SchedulerSession(hello, self._terms, self._loop, self._metrics, self._faults)
         self._metrics.set_attached(True)
         return self._current
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SchedulerSession) -> None:
         """End a session; harmless when it has been superseded."""
         if session is not self._current:
             return
@@ -306,7 +315,7 @@ def welcomes(terms: Terms, cache: Cache) -> Iterator[worker_pb2.Welcome]:
         yield worker_pb2.Welcome(
             worker_id=terms.worker_id,
             incarnation=terms.incarnation,
-            geometry=geometry_to_proto(terms.sizing.geometry),
+            geometry=geometry_to_proto(terms.geometry),
             max_num_seqs=terms.max_num_seqs,
             max_num_batched_tokens=terms.max_num_batched_tokens,
             device_keys=cache.device_keys[part],
@@ -317,7 +326,7 @@ def welcomes(terms: Terms, cache: Cache) -> Iterator[worker_pb2.Welcome]:
 
 
 def _read_cache(engine: StepEngine) -> Cache:
-    device_keys, host_keys = engine.welcome_keys()
+    device_keys, host_keys = engine.take_cached_keys()
     return Cache(keys_to_proto(device_keys), keys_to_proto(host_keys), engine.pool_report())
 
 

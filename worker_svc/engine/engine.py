@@ -19,13 +19,11 @@ from octavo.protocol.steps import (
     StepStatus,
 )
 
-from worker_svc.engine.execution import Outcome, execute
 from worker_svc.engine.faults import FaultKind, Faults
-from worker_svc.engine.live import Live, live_from
-from worker_svc.engine.roster import Roster
-from worker_svc.engine.step import Step, StepTimes
-from worker_svc.engine.tier_copies import TierCopies
-from worker_svc.errors import SettingsError
+from worker_svc.engine.kv_offload import KvOffload
+from worker_svc.engine.sequences import RunningSequences, SequenceState, new_state
+from worker_svc.engine.step import CurrentStep, StepClock, StepOutcome, execute
+from worker_svc.errors import InvalidSettings
 from worker_svc.kv.contiguous import ContiguousMemory
 from worker_svc.kv.errors import OutOfBlocks
 from worker_svc.kv.memory import NO_STEP, KvMemory, PinOutcome, Placement, StepUse
@@ -56,13 +54,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         usable = (self.num_blocks - self.pin_budget_blocks) * self.block_size
         if usable < self.max_model_len:
-            raise SettingsError(
+            raise InvalidSettings(
                 f"({self.num_blocks} blocks - {self.pin_budget_blocks} for pins) x {self.block_size} tokens "
                 f"= {usable}, but one sequence may need {self.max_model_len}"
             )
 
 
-class Engine:
+class WorkerEngine:
     """Runs the sequences of one scheduler, one plan at a time.
 
     `run_step` is `begin` (what to compute), the runner, and `finish` (what came of it). Each handle
@@ -76,9 +74,9 @@ class Engine:
         self._faults = Faults() if faults is None else faults
         self._eos_token_ids = frozenset(config.eos_token_ids)
         self.memory = _memory_of(config)
-        self._roster = Roster(self.memory, config.block_size)
-        self._copies = TierCopies(runner, self.memory, config.promote_blocks_per_step)
-        self._step = Step(0)
+        self._running = RunningSequences(self.memory, config.block_size)
+        self._offload = KvOffload(runner, self.memory, config.promote_blocks_per_step)
+        self._step = CurrentStep(0)
         self._step_use = NO_STEP
         self._cancelled: list[int] = []
         self._cancelled_early: set[int] = set()
@@ -89,12 +87,12 @@ class Engine:
     @property
     def num_live(self) -> int:
         """Sequences that live, finished ones that are held included."""
-        return len(self._roster.live)
+        return len(self._running.states)
 
     @property
     def digest(self) -> int:
         """Sum of handle * length over the live sequences, modulo 2^64."""
-        return self._roster.digest
+        return self._running.digest
 
     def cancel(self, handles: Iterable[int]) -> None:
         """Drop sequences at the next step boundary, those that a plan on its way will admit included."""
@@ -113,7 +111,7 @@ class Engine:
 
         A scheduler that attaches sends the pins that it knows before its first plan.
         """
-        self._roster.drop_all()
+        self._running.drop_all()
         self.memory.unpin_all()
         self.memory.drop_abandoned()
         self._step_use = NO_STEP
@@ -122,14 +120,14 @@ class Engine:
         self._last_handle = 0
         self._failed_step = None
 
-    def welcome_keys(self) -> tuple[list[bytes], list[bytes]]:
+    def take_cached_keys(self) -> tuple[list[bytes], list[bytes]]:
         """Return the keys on the device and in the host tier; later key events build on these."""
         self.memory.take_key_events()
         return self.memory.cached_keys()
 
     def pool_report(self) -> PoolReport:
         """Return the pool's figures of now."""
-        return self.memory.report(self._roster.unused_slots, self._step_use)
+        return self.memory.report(self._running.unused_slots, self._step_use)
 
     def check_integrity(self) -> None:
         """Verify every invariant from scratch.
@@ -137,7 +135,7 @@ class Engine:
         Raises:
             IntegrityError: names the invariant that is broken.
         """
-        self._roster.check_integrity()
+        self._running.check_integrity()
 
     def run_step(self, plan: Plan, clock: Callable[[], float]) -> Report:
         """Do what a plan says and report.
@@ -145,13 +143,13 @@ class Engine:
         Raises:
             DeviceLost: the process cannot go on.
         """
-        times = StepTimes(clock)
-        self._copies.poll()
+        times = StepClock(clock)
+        self._offload.poll()
         batch = self.begin(plan)
-        outcome = Outcome()
+        outcome = StepOutcome()
         if batch is not None:
             began = clock()
-            self._copies.perform(clock)
+            self._offload.perform(clock)
             copied = clock()
             outcome = execute(self._runner, batch)
             times.execute_s = clock() - copied
@@ -163,7 +161,7 @@ class Engine:
 
     def begin(self, plan: Plan) -> StepBatch | None:
         """Apply a plan up to the point where the runner computes; None when the plan is skipped."""
-        step = self._step = Step(plan.step)
+        step = self._step = CurrentStep(plan.step)
         self._release(plan.release, step)
         if self._failed_step is not None:
             if plan.resume_after != self._failed_step:
@@ -171,40 +169,40 @@ class Engine:
                 self._skip_admits(plan.admit)
                 return None
             self._failed_step = None
-        self._roster.take_arrivals()
-        self._roster.take_seals(plan.seal)
+        self._running.finish_loads()
+        self._running.take_seals(plan.seal)
         self._hand_out_blocks(plan, step)
         self._choose_rows(plan, step)
-        return StepBatch(tuple(step.rows), tuple(step.added), tuple(self._roster.removed))
+        return StepBatch(tuple(step.rows), tuple(step.added), tuple(self._running.removed))
 
-    def finish(self, outcome: Outcome, times: StepTimes) -> Report:
+    def finish(self, outcome: StepOutcome, times: StepClock) -> Report:
         """Settle what the runner computed for the plan begun last, and report."""
-        step, roster = self._step, self._roster
+        step, running = self._step, self._running
         step.errors = outcome.errors
         active = self.memory.num_active
-        roster.dropped_unused_slots = 0
+        running.dropped_unused_slots = 0
         if outcome.failed:
             step.status = StepStatus.FAILED
             self._failed_step = step.number
             for sequence in step.added:
-                roster.live[sequence.handle].introduced = False
+                running.states[sequence.handle].introduced = False
         elif step.rows:
-            roster.removed.clear()
-            roster.settle(outcome, step)
+            running.removed.clear()
+            running.settle(outcome, step)
             step.take_logprobs(outcome.logprobs)
             self.memory.cost.executed(step.num_decodes, step.num_prefill_tokens, times.execute_s * 1e6)
-        self._step_use = StepUse(active, roster.unused_slots + roster.dropped_unused_slots)
-        return step.report(self.memory, self.pool_report(), (len(roster.live), roster.digest), times)
+        self._step_use = StepUse(active, running.unused_slots + running.dropped_unused_slots)
+        return step.report(self.memory, self.pool_report(), (len(running.states), running.digest), times)
 
-    def _release(self, released: Iterable[int], step: Step) -> None:
+    def _release(self, released: Iterable[int], step: CurrentStep) -> None:
         for handle in self._cancelled:
-            if self._roster.drop(handle):
+            if self._running.drop(handle):
                 step.released.append(handle)
             elif handle > self._last_handle:
                 self._cancelled_early.add(handle)
         self._cancelled.clear()
         for handle in released:
-            if self._roster.drop(handle):
+            if self._running.drop(handle):
                 step.released.append(handle)
         self.memory.drop_abandoned()
 
@@ -213,18 +211,18 @@ class Engine:
             self._last_handle = max(self._last_handle, admit.handle)
             self._cancelled_early.discard(admit.handle)
 
-    def _hand_out_blocks(self, plan: Plan, step: Step) -> None:
+    def _hand_out_blocks(self, plan: Plan, step: CurrentStep) -> None:
         """Give blocks to decodes that need one and to new sequences: by priority, then by handle."""
         skipped = set(plan.skip)
-        demands: list[tuple[Priority, int, Live | Admit]] = [
-            (live.sequence.priority, handle, live)
-            for handle, live in self._roster.starved.items()
+        demands: list[tuple[Priority, int, SequenceState | Admit]] = [
+            (state.sequence.priority, handle, state)
+            for handle, state in self._running.starved.items()
             if handle not in skipped
         ]
         demands.extend((admit.priority, admit.handle, admit) for admit in plan.admit)
         if len(demands) > 1:
             demands.sort(key=_by_priority)
-        taken: dict[int, tuple[Live, Placement]] = {}
+        taken: dict[int, tuple[SequenceState, Placement]] = {}
         for _, handle, demand in demands:
             if isinstance(demand, Admit):
                 outcome = self._admit(demand, len(taken))
@@ -239,43 +237,43 @@ class Engine:
             if admit.handle in taken:
                 self._take_in(admit.handle, *taken[admit.handle], step)
 
-    def _take_in(self, handle: int, live: Live, placement: Placement, step: Step) -> None:
-        self._roster.add(live, placement)
+    def _take_in(self, handle: int, state: SequenceState, placement: Placement, step: CurrentStep) -> None:
+        self._running.add(state, placement)
         step.admitted.append(Admitted(handle, placement.cached_tokens, placement.host_cached_tokens))
         if handle in self._cancelled_early:
             self._cancelled_early.discard(handle)
-            self._roster.drop(handle)
+            self._running.drop(handle)
             step.released.append(handle)
 
-    def _grow(self, live: Live) -> bool:
+    def _grow(self, state: SequenceState) -> bool:
         try:
-            self._faults.check_allocation()
-            self._roster.grow(live)
+            self._faults.draw_allocation()
+            self._running.grow(state)
         except OutOfBlocks:
             return False
         return True
 
-    def _admit(self, admit: Admit, num_taken: int) -> tuple[Live, Placement] | Refused:
+    def _admit(self, admit: Admit, num_taken: int) -> tuple[SequenceState, Placement] | Refused:
         """Find room for a new sequence, or say why there is none."""
         problem = self._problem_of(admit)
         if problem is not None:
             return Refused(admit.handle, RefuseReason.UNSUPPORTED, problem)
-        if len(self._roster.live) + num_taken >= self._config.max_num_seqs:
+        if len(self._running.states) + num_taken >= self._config.max_num_seqs:
             return Refused(admit.handle, RefuseReason.MAX_NUM_SEQS)
-        live = live_from(admit, self._eos_token_ids, self._config.max_model_len)
+        state = new_state(admit, self._eos_token_ids, self._config.max_model_len)
         num_tokens = len(admit.token_ids)
-        reserve_tokens = admit.reserve_tokens or live.max_len
+        reserve_tokens = admit.reserve_tokens or state.max_len
         match = self.memory.match(admit.keys, num_tokens)
-        if match.device_blocks and self._faults.fires(FaultKind.EVICTION_RACE):
+        if match.device_blocks and self._faults.draw(FaultKind.EVICTION_RACE):
             self.memory.evict(self._config.num_blocks)
         try:
-            self._faults.check_allocation()
+            self._faults.draw_allocation()
             placement = self.memory.admit(match, num_tokens, reserve_tokens)
         except OutOfBlocks as error:
             return Refused(admit.handle, self.memory.refusal, str(error))
         if not self._config.paged:
-            live.max_len = min(live.max_len, len(placement.block_table) * self._config.block_size)
-        return live, placement
+            state.max_len = min(state.max_len, len(placement.block_table) * self._config.block_size)
+        return state, placement
 
     def _problem_of(self, admit: Admit) -> str | None:
         """Return what of a sequence this worker cannot do at all."""
@@ -286,19 +284,19 @@ class Engine:
             return f"{num_tokens} tokens in a context of {self._config.max_model_len}"
         return self._runner.supports(admit.sampling)
 
-    def _choose_rows(self, plan: Plan, step: Step) -> None:
+    def _choose_rows(self, plan: Plan, step: CurrentStep) -> None:
         """Collect the rows of the step in admission order: the decodes, and chunks of prefills."""
         chunks = self._chunks_of(plan, step) if plan.prefill else {}
         skipped = set(plan.skip)
         rows = step.rows
         context_tokens = 0
-        for handle, live in self._roster.live.items():
-            sequence = live.sequence
+        for handle, state in self._running.states.items():
+            sequence = state.sequence
             if sequence.prefill_done:
                 known = len(sequence.token_ids)
-                if known > live.capacity or handle in skipped:
+                if known > state.capacity or handle in skipped:
                     continue
-                row = live.row
+                row = state.row
                 row.start = known - 1
                 context_tokens += known
             elif handle in chunks:
@@ -307,26 +305,26 @@ class Engine:
             else:
                 continue
             rows.append(row)
-            if not live.introduced:
-                live.introduced = True
+            if not state.introduced:
+                state.introduced = True
                 step.added.append(sequence)
         step.num_decodes = len(rows) - len(chunks)
         step.context_tokens = context_tokens
 
-    def _chunks_of(self, plan: Plan, step: Step) -> dict[int, int]:
+    def _chunks_of(self, plan: Plan, step: CurrentStep) -> dict[int, int]:
         """Return the tokens to prefill by handle. How many a step may hold is the scheduler's care."""
         chunks: dict[int, int] = {}
         for handle, wanted in plan.prefill:
-            live = self._roster.live.get(handle)
-            if live is None or live.sequence.prefill_done:
+            state = self._running.states.get(handle)
+            if state is None or state.sequence.prefill_done:
                 continue
-            if live.arrival is not None:
-                waits = live.arrival.num_missing > 0
+            if state.load is not None:
+                waits = state.load.num_missing > 0
                 step.stalled.append((handle, StallReason.PROMOTING if waits else StallReason.NO_BLOCK))
                 continue
-            left = len(live.sequence.token_ids) - live.sequence.num_computed_tokens
+            left = len(state.sequence.token_ids) - state.sequence.num_computed_tokens
             if wanted > 0:
-                chunks[handle] = min(wanted + live.lost_tokens, left)
+                chunks[handle] = min(wanted + state.lost_tokens, left)
         return chunks
 
 

@@ -13,7 +13,7 @@ from octavo.sampling import SamplingParams
 
 from worker_svc.errors import StepFailed, StepOutOfMemory
 from worker_svc.kv.errors import OutOfBlocks
-from worker_svc.runner.base import BlockCopy, CopyTicket, ModelInfo, ModelRunner, StepBatch, StepResult
+from worker_svc.runner.base import BlockCopy, CopyTicket, LoadedModel, ModelRunner, StepBatch, StepResult
 
 
 class FaultKind(enum.IntEnum):
@@ -70,7 +70,7 @@ class Faults:
     def __bool__(self) -> bool:
         return bool(self._in_force)
 
-    def fires(self, kind: FaultKind, token_ids: Collection[int] = ()) -> Fault | None:
+    def draw(self, kind: FaultKind, token_ids: Collection[int] = ()) -> Fault | None:
         """Return the fault that strikes at this opportunity, if one does, and count it.
 
         `token_ids` are those that the step computes.
@@ -86,9 +86,9 @@ class Faults:
             return fault
         return None
 
-    def check_allocation(self) -> None:
+    def draw_allocation(self) -> None:
         """Raise OutOfBlocks when an allocation is to fail."""
-        if self._in_force and self.fires(FaultKind.ALLOCATION):
+        if self._in_force and self.draw(FaultKind.ALLOCATION):
             raise OutOfBlocks(1, 0)
 
 
@@ -114,7 +114,7 @@ class FaultyRunner:
         self._effects = effects
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> LoadedModel:
         """As the runner's."""
         return self._runner.info
 
@@ -154,7 +154,7 @@ class FaultyRunner:
         self._runner.close()
 
     def _check_copy(self) -> None:
-        if self._faults and self._faults.fires(FaultKind.TIER_COPY):
+        if self._faults and self._faults.draw(FaultKind.TIER_COPY):
             raise StepFailed("copy between device and host failed (injected)")
 
     def _strike(self, batch: StepBatch) -> None:
@@ -162,14 +162,14 @@ class FaultyRunner:
         for row in batch.rows:
             token_ids.update(row.sequence.token_ids[row.start : row.start + row.num_tokens])
         faults = self._faults
-        if faults.fires(FaultKind.CRASH, token_ids):
+        if faults.draw(FaultKind.CRASH, token_ids):
             self._effects.crash()
-        if faults.fires(FaultKind.HANG, token_ids):
+        if faults.draw(FaultKind.HANG, token_ids):
             self._effects.hang()
-        slow = faults.fires(FaultKind.SLOW_STEP, token_ids)
+        slow = faults.draw(FaultKind.SLOW_STEP, token_ids)
         if slow:
             self._effects.sleep(slow.duration_s)
-        if faults.fires(FaultKind.STEP_OOM, token_ids):
+        if faults.draw(FaultKind.STEP_OOM, token_ids):
             raise StepOutOfMemory("out of memory (injected)")
-        if faults.fires(FaultKind.STEP_ERROR, token_ids):
+        if faults.draw(FaultKind.STEP_ERROR, token_ids):
             raise StepFailed("step error (injected)")

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from octavo.protocol.steps import Plan, PoolReport, Report
+from octavo.protocol.steps import Geometry, Plan, PoolReport, Report
 
 from worker_svc.engine.faults import Faults
 from worker_svc.kv.memory import PinOutcome
-from worker_svc.runner.base import ModelInfo
-from worker_svc.start.sizing import Sizing
+from worker_svc.runner.base import LoadedModel
 
 T = TypeVar("T")
 _US_PER_S = 1_000_000
@@ -44,7 +43,7 @@ class StepEngine(Protocol):
     def drop_all(self) -> None:
         """Drop all sequences and pins and keep the cache; handles start anew."""
 
-    def welcome_keys(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
+    def take_cached_keys(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
         """Return the keys in the device cache and in the host tier."""
 
     def pool_report(self) -> PoolReport:
@@ -59,8 +58,10 @@ class Loaded:
     """An engine over a loaded model."""
 
     engine: StepEngine
-    info: ModelInfo
-    sizing: Sizing
+    info: LoadedModel
+    geometry: Geometry
+    max_model_len: int
+    """The longest sequence that model and pool can hold."""
     faults: Faults | None = None
     """Where faults are injected; None unless that was enabled."""
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence as Seq
 
 from octavo.protocol.steps import KeyEvents, PoolReport, RefuseReason
 
-from worker_svc.kv.cost import CopyCost
 from worker_svc.kv.errors import DoubleFree, OutOfBlocks, require
-from worker_svc.kv.memory import NO_STEP, Arrival, Match, PinOutcome, Placement, Promotion, StepUse
-from worker_svc.kv.runs import FreeRuns
+from worker_svc.kv.host import CopyCost
+from worker_svc.kv.memory import NO_STEP, Match, PinOutcome, Placement, PrefixLoad, Promotion, StepUse
+from worker_svc.kv.pool import FreeRuns
 
 
 class ContiguousMemory:
@@ -47,7 +47,7 @@ class ContiguousMemory:
         """Refuse: what was reserved is all there is."""
         raise OutOfBlocks(len(block_table) + 1, len(block_table))
 
-    def own_lost_blocks(self, block_table: list[int], arrival: Arrival) -> None:
+    def own_lost_blocks(self, block_table: list[int], load: PrefixLoad) -> None:
         """Nothing is on its way."""
 
     def release(self, block_table: list[int]) -> None:

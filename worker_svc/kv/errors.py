@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from worker_svc.errors import WorkerError
 
-
-class KvError(WorkerError):
+class KvError(Exception):
     """Root of the errors of KV memory."""
 
     reason = "KV"

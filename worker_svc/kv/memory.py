@@ -9,11 +9,11 @@ from typing import Final, Protocol
 
 from octavo.protocol.steps import KeyEvents, PoolReport, RefuseReason
 
-from worker_svc.kv.cost import CopyCost
+from worker_svc.kv.host import CopyCost
 
 
 @dataclass(slots=True)
-class Arrival:
+class PrefixLoad:
     """Cached blocks of one sequence that are on their way from the host tier."""
 
     num_missing: int
@@ -51,6 +51,8 @@ class Match:
     device_blocks: list[int] = field(default_factory=list)
     host_keys: Seq[bytes] = ()
     evictions: int = 0
+    weighed_blocks: int = 0
+    """Blocks in the host tier that were held against computing them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,8 @@ class Placement:
     cached_tokens: int = 0
     """On the device, to be used at once."""
     host_cached_tokens: int = 0
-    """After those, to be used when `arrival` is complete."""
-    arrival: Arrival | None = None
+    """After those, to be used when `load` is complete."""
+    load: PrefixLoad | None = None
 
 
 @dataclass(slots=True)
@@ -72,7 +74,7 @@ class Promotion:
     key: bytes
     device_block: int
     host_block: int
-    waiters: list[tuple[Arrival, int]]
+    waiters: list[tuple[PrefixLoad, int]]
     """Each with the index of the block in its sequence."""
 
 
@@ -110,7 +112,7 @@ class KvMemory(Protocol):
             OutOfBlocks: there is none.
         """
 
-    def own_lost_blocks(self, block_table: list[int], arrival: Arrival) -> None:
+    def own_lost_blocks(self, block_table: list[int], load: PrefixLoad) -> None:
         """Put blocks that nobody else has in place of those that the sequence must compute again.
 
         Raises:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 from octavo.protocol.steps import KeyEvents, PoolReport, RefuseReason
 
-from worker_svc.kv.cost import CopyCost
 from worker_svc.kv.errors import OutOfBlocks, require
-from worker_svc.kv.host import HostTier
-from worker_svc.kv.ledger import KeyLedger, Tier
-from worker_svc.kv.memory import NO_STEP, Arrival, Match, PinOutcome, Placement, Promotion, StepUse
+from worker_svc.kv.host import CopyCost, HostTier
+from worker_svc.kv.memory import NO_STEP, Match, PinOutcome, Placement, PrefixLoad, Promotion, StepUse
 from worker_svc.kv.pins import Pins
 from worker_svc.kv.pool import BlockPool, EvictedBlock
+
+
+class CacheTier(enum.Enum):
+    """Where the contents of a key are. A key that is on the device counts as there only."""
+
+    NOWHERE = 0
+    DEVICE = 1
+    HOST = 2
 
 
 class PagedMemory:
@@ -55,9 +62,10 @@ class PagedMemory:
             # A key on the device again after one in the host tier is rare; it is computed again.
             while end < len(usable) and usable[end] in self._host and usable[end] not in self._pool:
                 end += 1
-            if end > start and not self.cost.worth_copying(end - start):
-                end = start
-        return Match(keys, device_blocks, usable[start:end], self._pool.evictions)
+        weighed = end - start
+        if weighed and not self.cost.worth_copying(weighed):
+            end = start
+        return Match(keys, device_blocks, usable[start:end], self._pool.evictions, weighed)
 
     def admit(self, match: Match, num_tokens: int, reserve_tokens: int) -> Placement:
         """Take blocks for `num_tokens` and one more; see `KvMemory.admit`. Nothing is reserved."""
@@ -76,6 +84,7 @@ class PagedMemory:
             for key in fresh:
                 self._host.unlock(key)
             raise
+        self.cost.decided(match.weighed_blocks)
         self._demote(evicted)
         return self._place(match, num_tokens, blocks, dict(zip(fresh, host_blocks, strict=True)))
 
@@ -86,7 +95,7 @@ class PagedMemory:
             self._demote(evicted)
         block_table.extend(blocks)
 
-    def own_lost_blocks(self, block_table: list[int], arrival: Arrival) -> None:
+    def own_lost_blocks(self, block_table: list[int], load: PrefixLoad) -> None:
         """Put blocks that nobody else has in place of those that the sequence must compute again.
 
         A block behind the first one lost may have come and be shared; one that is lost may be computed
@@ -94,8 +103,8 @@ class PagedMemory:
         """
         replaced = [
             index
-            for index in range(arrival.num_valid_blocks, arrival.num_blocks)
-            if (index in arrival.taken_blocks and self._pool.ref_count(block_table[index]) > 1)
+            for index in range(load.num_valid_blocks, load.num_blocks)
+            if (index in load.taken_blocks and self._pool.ref_count(block_table[index]) > 1)
             or self._pool.key_of(block_table[index]) is not None
         ]
         old = [block_table[index] for index in replaced]
@@ -120,7 +129,7 @@ class PagedMemory:
         if not self._pool.publish(block, key):
             return
         self._ledger.moving(key, before)
-        if before is Tier.HOST and not self._host.is_locked(key):
+        if before is CacheTier.HOST and not self._host.is_locked(key):
             self._host.remove(key)
         self._pins.published(key, block)
 
@@ -178,8 +187,8 @@ class PagedMemory:
         """Forget what did not arrive; the sequences compute it again, from the first such block on."""
         for promotion in promotions:
             self._end(promotion)
-            for arrival, index in promotion.waiters:
-                arrival.num_valid_blocks = min(arrival.num_valid_blocks, index)
+            for load, index in promotion.waiters:
+                load.num_valid_blocks = min(load.num_valid_blocks, index)
             self._leave_to_first(promotion)
             self._drop_from_host(promotion.key)
         self._pool.release([promotion.device_block for promotion in promotions])
@@ -259,7 +268,7 @@ class PagedMemory:
         """Lay out the table of an admitted sequence and queue the promotions it waits for."""
         table = list(match.device_blocks)
         num_cached = len(match.device_blocks) + len(match.host_keys)
-        arrival = Arrival(len(match.host_keys), num_cached, num_cached)
+        load = PrefixLoad(len(match.host_keys), num_cached, num_cached)
         rest = iter(blocks)
         for key in match.host_keys:
             promotion = self._promotion_of(key)
@@ -267,7 +276,7 @@ class PagedMemory:
                 promotion = Promotion(key, next(rest), host_blocks[key], [])
                 self._pool.acquire([promotion.device_block])
                 self._queued[key] = promotion
-            promotion.waiters.append((arrival, len(table)))
+            promotion.waiters.append((load, len(table)))
             table.append(promotion.device_block)
         table.extend(rest)
         cached_tokens = len(match.device_blocks) * self._block_size
@@ -275,34 +284,36 @@ class PagedMemory:
         self._hit_tokens += cached_tokens
         self._host_hit_tokens += host_cached_tokens
         self._miss_tokens += num_tokens - cached_tokens - host_cached_tokens
-        return Placement(table, cached_tokens, host_cached_tokens, arrival if match.host_keys else None)
+        return Placement(table, cached_tokens, host_cached_tokens, load if match.host_keys else None)
 
     def _demote(self, evicted: Seq[EvictedBlock]) -> None:
         """Move what was evicted from the device to the host tier, where that is worth the copy."""
         if not evicted:
             return
         keep = self._host.num_blocks > 0 and self.cost.worth_copying(len(evicted))
+        if self._host.num_blocks:
+            self.cost.decided(len(evicted))
         for device_block, key in evicted:
-            self._ledger.moving(key, Tier.DEVICE)
+            self._ledger.moving(key, CacheTier.DEVICE)
             if not keep or key in self._host:
                 continue
             host_block, dropped = self._host.put(key)
             if dropped is not None:
-                self._ledger.moving(dropped, Tier.HOST)
+                self._ledger.moving(dropped, CacheTier.HOST)
             if host_block is not None:
                 self._demotions[host_block] = device_block
 
     def _end(self, promotion: Promotion) -> None:
         if self._under_way.pop(promotion.key, None) is None:
             del self._queued[promotion.key]
-        for arrival, _ in promotion.waiters:
-            arrival.num_missing -= 1
+        for load, _ in promotion.waiters:
+            load.num_missing -= 1
 
     def _leave_to_first(self, promotion: Promotion) -> None:
         """A block without a key that several wait for: only the first of them may ever write it."""
         waiters = [waiter for waiter in promotion.waiters if not waiter[0].withdrawn]
-        for arrival, index in waiters[1:]:
-            arrival.taken_blocks.append(index)
+        for load, index in waiters[1:]:
+            load.taken_blocks.append(index)
 
     def _drop_from_host(self, key: bytes) -> None:
         self._ledger.moving(key, self._tier_of(key))
@@ -311,7 +322,42 @@ class PagedMemory:
     def _promotion_of(self, key: bytes) -> Promotion | None:
         return self._queued.get(key) or self._under_way.get(key)
 
-    def _tier_of(self, key: bytes) -> Tier:
+    def _tier_of(self, key: bytes) -> CacheTier:
         if key in self._pool:
-            return Tier.DEVICE
-        return Tier.HOST if key in self._host else Tier.NOWHERE
+            return CacheTier.DEVICE
+        return CacheTier.HOST if key in self._host else CacheTier.NOWHERE
+
+
+class KeyLedger:
+    """Nets the moves of each key, so that whoever applies the events holds exactly the keys of each tier."""
+
+    def __init__(self, tier_of: Callable[[bytes], CacheTier]) -> None:
+        self._tier_of = tier_of
+        self._before: dict[bytes, CacheTier] = {}
+
+    def moving(self, key: bytes, before: CacheTier) -> None:
+        """Note that a key leaves `before`, where it is or has just been."""
+        self._before.setdefault(key, before)
+
+    def take(self) -> KeyEvents:
+        """Return the net events since the last call."""
+        if not self._before:
+            return KeyEvents()
+        stored: list[bytes] = []
+        demoted: list[bytes] = []
+        promoted: list[bytes] = []
+        evicted: list[bytes] = []
+        for key, before in self._before.items():
+            now = self._tier_of(key)
+            if now is before:
+                continue
+            if now is CacheTier.NOWHERE:
+                evicted.append(key)
+            elif now is CacheTier.HOST:
+                demoted.append(key)
+            elif before is CacheTier.HOST:
+                promoted.append(key)
+            else:
+                stored.append(key)
+        self._before.clear()
+        return KeyEvents(tuple(stored), tuple(demoted), tuple(promoted), tuple(evicted))

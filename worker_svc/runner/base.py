@@ -2,44 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from octavo.protocol.steps import TokenLogprobs
+from octavo.protocol.steps import Priority, TokenLogprobs
 from octavo.sampling import SamplingParams
 
-from worker_svc.engine.sequence import Sequence
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and how far it is (0 to 1)."""
+from worker_svc.models.text import ModelText
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What a loaded model says of itself; the source of `WorkerDescription`."""
+class LoadedModel:
+    """What a loaded model says of itself; the source of `WorkerDescription`.
+
+    A runner that is given what the files say fills in what concerns the weights.
+    """
 
     model_id: str
     revision: str
+    text: ModelText
     runner: str
-    dtype: str
-    kv_dtype: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    add_bos_token: bool
-    generation_defaults: SamplingParams
-    chat_template: str | None
-    special_tokens: dict[str, str]
-    tokenizer_files: dict[str, bytes]
-    kv_bytes_per_token: int
+    dtype: str = ""
+    kv_dtype: str = ""
+    vocab_size: int = 0
+    max_model_len: int = 0
+    kv_bytes_per_token: int = 0
     """In one rank."""
     adapters: tuple[str, ...] = ()
     device: str = "cpu"
     num_ranks: int = 1
     """Processes of one host that share the model, each with its part of every block."""
+
+
+@dataclass(slots=True)
+class SequenceData:
+    """Tokens, progress and blocks of one sequence.
+
+    One invariant drives everything: `num_computed_tokens` catches up with `len(token_ids)`. A
+    sequence whose lag is one token and whose prefill is done decodes; KV of token i lives in slot
+    i % block_size of block `block_table[i // block_size]`.
+    """
+
+    handle: int
+    token_ids: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    choice: int = 0
+    priority: Priority = Priority.STANDARD
+    adapter: str | None = None
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    prefill_done: bool = False
+    hold_after_finish: bool = False
+    held: bool = False
+    """Finished but kept: its row is still computed and its output thrown away."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens after the prompt, those it was resumed with included."""
+        return len(self.token_ids) - self.prompt_len
 
 
 @dataclass(slots=True)
@@ -51,7 +73,7 @@ class Row:
     again in the next step, so a row is good until `execute` returns.
     """
 
-    sequence: Sequence
+    sequence: SequenceData
     start: int
     num_tokens: int
     sample: bool
@@ -66,7 +88,7 @@ class StepBatch:
     """
 
     rows: tuple[Row, ...]
-    added: tuple[Sequence, ...] = ()
+    added: tuple[SequenceData, ...] = ()
     """Sequences that the runner has not seen before."""
     removed: tuple[int, ...] = ()
     """Handles that the runner may forget; applied before `added`."""
@@ -105,7 +127,7 @@ class ModelRunner(Protocol):
     """A loaded model over the KV memory of a block pool. Called from one thread."""
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> LoadedModel:
         """The model's description; valid once the runner is loaded."""
 
     def available_kv_bytes(self, utilization: float) -> int:

@@ -15,7 +15,8 @@ from typing import Final
 from octavo.sampling import SamplingParams
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from worker_svc.runner.base import BlockCopy, ModelInfo, StepBatch, StepResult
+from worker_svc.models.text import ModelText
+from worker_svc.runner.base import BlockCopy, LoadedModel, StepBatch, StepResult
 from worker_svc.runner.steptime import StepLoad, StepTimes
 
 BUILT_IN: Final = "sim"
@@ -44,7 +45,7 @@ class SimRunner:
 
     def __init__(
         self,
-        info: ModelInfo,
+        info: LoadedModel,
         times: StepTimes,
         speed: float = 1.0,
         sleep: Callable[[float], None] = time.sleep,
@@ -57,11 +58,11 @@ class SimRunner:
         self._sleep = sleep
         self._load_of = padded_load_of if padded else load_of
         self._block_bytes = 0
-        ends = set(info.eos_token_ids)
+        ends = set(info.text.eos_token_ids)
         self._vocabulary = [token_id for token_id in range(info.vocab_size) if token_id not in ends]
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> LoadedModel:
         """The model that is simulated."""
         return self._info
 
@@ -175,9 +176,9 @@ def byte_level_tokenizer() -> str:
     return text
 
 
-def simulated(info: ModelInfo) -> ModelInfo:
+def simulated(info: LoadedModel) -> LoadedModel:
     """Return a model's description with all that concerns weights made up."""
-    tokenizer = Tokenizer.from_str(info.tokenizer_files["tokenizer.json"].decode())
+    tokenizer = Tokenizer.from_str(info.text.tokenizer_files["tokenizer.json"].decode())
     return replace(
         info,
         revision=f"sim-{info.revision}",
@@ -190,24 +191,14 @@ def simulated(info: ModelInfo) -> ModelInfo:
     )
 
 
-def built_in_model() -> ModelInfo:
+def built_in_model() -> LoadedModel:
     """Return the description of `--model sim`, which needs no download."""
-    return simulated(
-        ModelInfo(
-            model_id=BUILT_IN,
-            revision="1",
-            runner="sim",
-            dtype="",
-            kv_dtype="",
-            vocab_size=0,
-            max_model_len=0,
-            eos_token_ids=(_EOS,),
-            bos_token_id=None,
-            add_bos_token=False,
-            generation_defaults=SamplingParams(),
-            chat_template=_TEMPLATE,
-            special_tokens={"eos_token": _SPECIAL[_EOS]},
-            tokenizer_files={"tokenizer.json": byte_level_tokenizer().encode()},
-            kv_bytes_per_token=0,
-        )
+    text = ModelText(
+        tokenizer_files={"tokenizer.json": byte_level_tokenizer().encode()},
+        eos_token_ids=(_EOS,),
+        bos_token_id=None,
+        add_bos_token=False,
+        chat_template=_TEMPLATE,
+        special_tokens={"eos_token": _SPECIAL[_EOS]},
     )
+    return simulated(LoadedModel(BUILT_IN, "1", text, "sim"))

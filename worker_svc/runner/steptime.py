@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from worker_svc.errors import SettingsError
+from worker_svc.errors import InvalidSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def read_profile(path: Path) -> StepTimes:
     (tokens, ms, and reqs x each when several prompts) and `mixed` (decode, ctx, prefill, ms).
 
     Raises:
-        SettingsError: the file cannot be read, or holds neither.
+        InvalidSettings: the file cannot be read, or holds neither.
     """
     try:
         profile = json.loads(path.read_text(encoding="utf-8"))
@@ -66,9 +66,9 @@ def read_profile(path: Path) -> StepTimes:
             return StepTimes(**{name: float(value) for name, value in profile.items()})
         return _fit(list(_points(profile)))
     except OSError as error:
-        raise SettingsError(f"sim_profile {path}: {error.strerror}") from None
+        raise InvalidSettings(f"sim_profile {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SettingsError(f"sim_profile {path}: not a profile of step times ({error!r})") from None
+        raise InvalidSettings(f"sim_profile {path}: not a profile of step times ({error!r})") from None
 
 
 def _points(profile: Mapping[str, list[dict[str, Any]]]) -> Iterator[tuple[StepLoad, float]]:

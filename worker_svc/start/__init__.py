@@ -1,1 +1,1 @@
-"""What runs before the first step: finding and loading a model, sizing its memory."""
+"""What runs before the first step: loading a model, sizing its memory."""

@@ -6,18 +6,16 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from worker_svc.config import WorkerSettings
-from worker_svc.engine.engine import Engine, EngineConfig
+from worker_svc.engine.engine import EngineConfig, WorkerEngine
 from worker_svc.engine.faults import Faults, FaultyRunner
 from worker_svc.engine.loop import Loaded
-from worker_svc.errors import SettingsError
-from worker_svc.runner.base import ModelInfo, ModelRunner, Progress
+from worker_svc.errors import InvalidSettings
+from worker_svc.models.files import ModelFormat, ResolvedModel
+from worker_svc.models.progress import Progress
+from worker_svc.runner.base import LoadedModel, ModelRunner
 from worker_svc.start.sizing import size
-
-if TYPE_CHECKING:
-    from worker_svc.start.models import ResolvedModel
 
 
 def load(settings: WorkerSettings, progress: Progress) -> Loaded:
@@ -25,7 +23,7 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
 
     Raises:
         ModelLoadError: the model cannot be loaded.
-        SettingsError: the settings do not fit the model or the machine.
+        InvalidSettings: the settings do not fit the model or the machine.
     """
     return build(settings, load_runner(settings, progress))
 
@@ -34,7 +32,7 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
     """Size and allocate the KV memory of a loaded runner, and build the engine.
 
     Raises:
-        SettingsError: the settings do not fit the model or the machine.
+        InvalidSettings: the settings do not fit the model or the machine.
     """
     info = runner.info
     sizing = size(settings, info, runner.available_kv_bytes)
@@ -42,7 +40,7 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
     try:
         runner.allocate(geometry.num_blocks, geometry.block_size, geometry.num_host_blocks)
     except MemoryError as error:
-        raise SettingsError(
+        raise InvalidSettings(
             f"{geometry.num_blocks} device and {geometry.num_host_blocks} host blocks of "
             f"{geometry.block_bytes / 2**20:.2f} MiB cannot be allocated: {error}"
         ) from error
@@ -51,19 +49,20 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
         num_blocks=geometry.num_blocks,
         max_num_seqs=settings.batch.max_num_seqs,
         max_model_len=sizing.max_model_len,
-        eos_token_ids=info.eos_token_ids,
+        eos_token_ids=info.text.eos_token_ids,
         num_host_blocks=geometry.num_host_blocks,
         paged=geometry.paged,
         pin_budget_blocks=geometry.pin_budget_blocks,
         check_integrity=settings.process.check_integrity,
     )
     if not settings.process.enable_faults:
-        return Loaded(Engine(runner, config), info, sizing)
+        return Loaded(WorkerEngine(runner, config), info, geometry, sizing.max_model_len)
     faults = Faults()
-    return Loaded(Engine(FaultyRunner(runner, faults, Havoc()), config, faults), info, sizing, faults)
+    engine = WorkerEngine(FaultyRunner(runner, faults, ProcessFaults()), config, faults)
+    return Loaded(engine, info, geometry, sizing.max_model_len, faults)
 
 
-class Havoc:
+class ProcessFaults:
     """What faults do to this process; see `worker_svc.engine.faults.FaultEffects`."""
 
     def sleep(self, seconds: float) -> None:
@@ -84,7 +83,7 @@ def load_runner(settings: WorkerSettings, progress: Progress) -> ModelRunner:
 
     Raises:
         ModelLoadError: the model cannot be loaded.
-        SettingsError: the runner cannot work with the settings.
+        InvalidSettings: the runner cannot work with the settings.
     """
     match settings.backend.runner:
         case "torch":
@@ -99,7 +98,7 @@ def load_runner(settings: WorkerSettings, progress: Progress) -> ModelRunner:
 
 
 def _load_torch(settings: WorkerSettings, progress: Progress) -> ModelRunner:
-    from worker_svc.start.models import resolve
+    from worker_svc.models.resolve import resolve
 
     backend, batch = settings.backend, settings.batch
     # First: a wrong name should not have to wait for torch.
@@ -119,11 +118,11 @@ def _load_torch(settings: WorkerSettings, progress: Progress) -> ModelRunner:
 
 
 def _load_vllm(settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    from worker_svc.models.resolve import resolve
     from worker_svc.runner.vllm import installed
     from worker_svc.runner.vllm.gguf_folder import hf_folder_of
     from worker_svc.runner.vllm.runner import VllmRunner
     from worker_svc.runner.vllm.settings import VllmSettings, chosen_dtype
-    from worker_svc.start.models import ModelFormat, resolve
 
     backend, batch, vllm = settings.backend, settings.batch, settings.vllm
     installed.prepare()
@@ -157,36 +156,20 @@ def _load_sim(settings: WorkerSettings, progress: Progress) -> ModelRunner:
     if backend.model == BUILT_IN:
         info = built_in_model()
     else:
-        from worker_svc.start.models import resolve
+        from worker_svc.models.resolve import resolve
 
         info = simulated(_text_info(resolve(backend.model, progress, backend.revision), "sim"))
     return SimRunner(info, times, sim.sim_speed, padded=backend.padded)
 
 
-def _text_info(model: ResolvedModel, runner: str) -> ModelInfo:
+def _text_info(model: ResolvedModel, runner: str) -> LoadedModel:
     """Return what a model's files say of text; the runner fills in what concerns the weights."""
-    from worker_svc.runner.torch.gguf_file import open_gguf
-    from worker_svc.runner.torch.hf_folder import read_json, read_text_side
-    from worker_svc.start.models import ModelFormat
+    from worker_svc.models.gguf import open_gguf_file
+    from worker_svc.models.gguf_text import gguf_text
+    from worker_svc.models.text import folder_text
 
     if model.format is ModelFormat.GGUF:
-        text = open_gguf(model.path).text
+        text = gguf_text(open_gguf_file(model.path).metadata, str(model.path))
     else:
-        text = read_text_side(model.path, read_json(model.path / "config.json"))
-    return ModelInfo(
-        model_id=model.model_id,
-        revision=model.revision,
-        runner=runner,
-        dtype="",
-        kv_dtype="",
-        vocab_size=0,
-        max_model_len=0,
-        eos_token_ids=text.eos_token_ids,
-        bos_token_id=text.bos_token_id,
-        add_bos_token=text.add_bos_token,
-        generation_defaults=text.generation_defaults,
-        chat_template=text.chat_template,
-        special_tokens=text.special_tokens,
-        tokenizer_files=text.tokenizer_files,
-        kv_bytes_per_token=0,
-    )
+        text = folder_text(model.path)
+    return LoadedModel(model.model_id, model.revision, text, runner)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from octavo.protocol.steps import Geometry
 
 from worker_svc.config import KvSection, WorkerSettings
-from worker_svc.errors import SettingsError
-from worker_svc.runner.base import ModelInfo
+from worker_svc.errors import InvalidSettings
+from worker_svc.runner.base import LoadedModel
 
 GPU_UTILIZATION = 0.9
 CPU_UTILIZATION = 0.25
@@ -23,7 +23,7 @@ class Sizing:
     max_model_len: int
 
 
-def size(settings: WorkerSettings, info: ModelInfo, available_kv_bytes: Callable[[float], int]) -> Sizing:
+def size(settings: WorkerSettings, info: LoadedModel, available_kv_bytes: Callable[[float], int]) -> Sizing:
     """Choose the sizes.
 
     Args:
@@ -32,14 +32,14 @@ def size(settings: WorkerSettings, info: ModelInfo, available_kv_bytes: Callable
         available_kv_bytes: see `ModelRunner.available_kv_bytes`.
 
     Raises:
-        SettingsError: what was asked for cannot be had.
+        InvalidSettings: what was asked for cannot be had.
     """
     block_bytes = settings.tokens_per_block * info.kv_bytes_per_token
     model_len = _model_len(settings, info)
     num_blocks = _num_blocks(settings, info, model_len, available_kv_bytes)
     longest_blocks = -(-model_len // settings.tokens_per_block)
     if settings.batch.max_model_len is not None and longest_blocks > num_blocks:
-        raise SettingsError(
+        raise InvalidSettings(
             f"max_model_len {model_len} needs {longest_blocks} blocks of {settings.tokens_per_block} tokens, "
             f"the pool has {num_blocks} ({num_blocks * block_bytes / 2**20:.0f} MiB)"
         )
@@ -48,7 +48,7 @@ def size(settings: WorkerSettings, info: ModelInfo, available_kv_bytes: Callable
     if pin_budget is None:
         pin_budget = min(num_blocks // 4, spare_blocks)
     elif pin_budget > (spare_blocks if settings.batch.max_model_len is not None else num_blocks - 1):
-        raise SettingsError(
+        raise InvalidSettings(
             f"pin_budget_blocks {pin_budget} of {num_blocks} blocks leaves {num_blocks - pin_budget}, "
             f"the longest sequence needs {longest_blocks}"
         )
@@ -65,18 +65,18 @@ def size(settings: WorkerSettings, info: ModelInfo, available_kv_bytes: Callable
     )
 
 
-def _model_len(settings: WorkerSettings, info: ModelInfo) -> int:
+def _model_len(settings: WorkerSettings, info: LoadedModel) -> int:
     wanted = settings.batch.max_model_len
     if wanted is None:
         return info.max_model_len
     if wanted > info.max_model_len:
-        raise SettingsError(f"max_model_len {wanted} is beyond the model's context of {info.max_model_len}")
+        raise InvalidSettings(f"max_model_len {wanted} is beyond the model's context of {info.max_model_len}")
     return wanted
 
 
 def _num_blocks(
     settings: WorkerSettings,
-    info: ModelInfo,
+    info: LoadedModel,
     model_len: int,
     available_kv_bytes: Callable[[float], int],
 ) -> int:
@@ -84,12 +84,12 @@ def _num_blocks(
     if settings.kv.num_blocks is not None or settings.kv.kv_cache_bytes is not None:
         num_blocks = settings.kv.num_blocks or (settings.kv.kv_cache_bytes or 0) // block_bytes
         if num_blocks < 1:
-            raise SettingsError(
+            raise InvalidSettings(
                 f"kv_cache_bytes {settings.kv.kv_cache_bytes} is less than one block of {block_bytes} bytes"
             )
         available = available_kv_bytes(1.0)
         if num_blocks * block_bytes > available:
-            raise SettingsError(
+            raise InvalidSettings(
                 f"{num_blocks} blocks x {block_bytes} bytes = {num_blocks * block_bytes / 2**20:.0f} MiB, "
                 f"{info.device} has {available / 2**20:.0f} MiB to give"
             )
@@ -99,7 +99,7 @@ def _num_blocks(
         share = CPU_UTILIZATION if info.device.startswith("cpu") else GPU_UTILIZATION
     available = available_kv_bytes(share)
     if available < block_bytes:
-        raise SettingsError(
+        raise InvalidSettings(
             f"gpu_memory_utilization {share:g} leaves {max(0, available) / 2**20:.1f} MiB on {info.device}, "
             f"one block takes {settings.tokens_per_block} tokens x {info.kv_bytes_per_token} bytes = "
             f"{block_bytes / 2**20:.1f} MiB"

@@ -94,8 +94,8 @@ class FileTokenizer:
 
 def _demo_tokenizer() -> bytes:
     # Not earlier: they need the extra `worker`.
+    from worker_svc.models.resolve import resolve  # noqa: PLC0415
     from worker_svc.runner.torch.gguf_file import open_gguf  # noqa: PLC0415
-    from worker_svc.start.models import resolve  # noqa: PLC0415
 
     model = resolve(DEMO, lambda what, fraction: None)
     return open_gguf(model.path).text.tokenizer_files["tokenizer.json"]

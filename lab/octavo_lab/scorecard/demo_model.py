@@ -37,7 +37,7 @@ def transformers_model() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from worker_svc.start.demo_model import fetch_demo_model
+    from worker_svc.models.demo_model import fetch_demo_model
 
     path = fetch_demo_model(quiet)
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from worker_svc.kv.errors import IntegrityError, OutOfBlocks, require
-from worker_svc.kv.memory import Arrival, Promotion
+from worker_svc.kv.memory import PrefixLoad, Promotion
 from worker_svc.kv.paged import PagedMemory
 from worker_svc.kv.pool import BlockPool
 
@@ -35,7 +35,7 @@ class BlockHolder:
     num_tokens: int
     table: list[int] = field(default_factory=list)
     computed: int = 0
-    arrival: Arrival | None = None
+    load: PrefixLoad | None = None
 
 
 class MemoryWorkload:
@@ -78,7 +78,7 @@ class MemoryWorkload:
             require("a refusal takes nothing", before == after, (before, after))
             return
         holder = BlockHolder(
-            chain, num_tokens, placement.block_table, placement.cached_tokens, placement.arrival
+            chain, num_tokens, placement.block_table, placement.cached_tokens, placement.load
         )
         require("admission takes one slot more", len(holder.table) == num_tokens // size + 1)
         cached = placement.cached_tokens + placement.host_cached_tokens
@@ -93,22 +93,22 @@ class MemoryWorkload:
             return
         holder = self.holders[pick % len(self.holders)]
         self.copy_out(failed=False)
-        if holder.arrival is not None:
-            if holder.arrival.num_missing:
+        if holder.load is not None:
+            if holder.load.num_missing:
                 return
             try:
-                self.memory.own_lost_blocks(holder.table, holder.arrival)
+                self.memory.own_lost_blocks(holder.table, holder.load)
             except OutOfBlocks:
                 self.outcomes["waits for a block"] += 1
                 return
             self.copy_out(failed=False)
-            holder.computed = holder.arrival.num_valid_blocks * self.block_size
-            holder.arrival = None
+            holder.computed = holder.load.num_valid_blocks * self.block_size
+            holder.load = None
         end = min(holder.computed + num_tokens, len(holder.table) * self.block_size)
         self._check_contents(holder)
         for index in range(holder.computed // self.block_size, -(-end // self.block_size)):
             block, key = holder.table[index], key_of(holder.chain, index)
-            users = [other for other in self.holders if block in other.table and other.arrival is None]
+            users = [other for other in self.holders if block in other.table and other.load is None]
             require("what is written belongs to one", users == [holder], block)
             whole = end >= (index + 1) * self.block_size
             self._device[block] = key if whole else None
@@ -131,8 +131,8 @@ class MemoryWorkload:
         """Let a sequence go, whatever it waits for."""
         if self.holders:
             holder = self.holders.pop(pick % len(self.holders))
-            if holder.arrival is not None:
-                holder.arrival.withdrawn = True
+            if holder.load is not None:
+                holder.load.withdrawn = True
             self.memory.release(holder.table)
             self.memory.drop_abandoned()
 

@@ -119,10 +119,10 @@ def _environment() -> dict[str, str]:
 
 def model_with_tokenizer(folder: Path, wanted_dtype: str) -> tuple[Path, str]:
     """Return the demo model's folder as vLLM serves it, and the type of its weights."""
+    from worker_svc.models.resolve import resolve
     from worker_svc.runner.torch.gguf_file import open_gguf
     from worker_svc.runner.vllm.gguf_folder import hf_folder_of
     from worker_svc.runner.vllm.settings import chosen_dtype
-    from worker_svc.start.models import resolve
 
     model = resolve("demo", quiet)
     dtype = chosen_dtype(wanted_dtype, dequantized=True)

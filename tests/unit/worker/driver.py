@@ -21,7 +21,7 @@ from octavo.protocol.steps import (
 from octavo.sampling import SamplingParams
 
 from tests.unit.worker.shadow_runner import EOS, ShadowRunner, reference
-from worker_svc.engine.engine import Engine, EngineConfig
+from worker_svc.engine.engine import EngineConfig, WorkerEngine
 from worker_svc.engine.faults import Faults
 
 ALL = 1 << 30
@@ -74,7 +74,7 @@ class Driver:
             check_integrity=True,
         )
         self.runner = ShadowRunner(block_size)
-        self.engine = Engine(self.runner, self.config, faults)
+        self.engine = WorkerEngine(self.runner, self.config, faults)
         self.on_worker: dict[int, Request] = {}
         """Admitted by the reports read so far."""
         self.awaited: dict[int, Request] = {}
@@ -286,7 +286,7 @@ class Driver:
         self._handles = itertools.count(1)
         self._next_step = 1
         self.failed_step = None
-        device, host = self.engine.welcome_keys()
+        device, host = self.engine.take_cached_keys()
         self.device_keys, self.host_keys = set(device), set(host)
 
     def let_copies_land(self) -> None:

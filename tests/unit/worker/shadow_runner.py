@@ -13,9 +13,8 @@ from collections.abc import Sequence as Seq
 
 from octavo.sampling import SamplingParams
 
-from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import StepFailed
-from worker_svc.runner.base import BlockCopy, ModelInfo, Row, StepBatch, StepResult
+from worker_svc.runner.base import BlockCopy, LoadedModel, Row, SequenceData, StepBatch, StepResult
 
 VOCAB_SIZE = 50
 EOS = 0
@@ -90,7 +89,7 @@ class ShadowRunner:
         self._hashes: dict[int, list[int]] = {}
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> LoadedModel:
         raise NotImplementedError
 
     def available_kv_bytes(self, utilization: float) -> int:
@@ -186,7 +185,7 @@ class ShadowRunner:
         if not holds:
             self.violations.append(AssertionError(what))
 
-    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
+    def _slot(self, sequence: SequenceData, position: int) -> tuple[int, int]:
         return sequence.block_table[position // self.block_size], position % self.block_size
 
     def _scribble(self, row: Row) -> None:

@@ -13,15 +13,15 @@ from octavo.v1 import worker_pb2_grpc
 from structlog.testing import capture_logs
 
 from worker_svc import main
-from worker_svc.api.describe import describe
+from worker_svc.api.convert import describe
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.loop import Loaded
 from worker_svc.errors import DeviceLost, ModelLoadError
+from worker_svc.models.progress import LoadingProgress
 from worker_svc.runner.base import StepBatch, StepResult
 from worker_svc.runner.sim import SimRunner, built_in_model
 from worker_svc.runner.steptime import StepTimes
 from worker_svc.start.load import build
-from worker_svc.start.progress import LoadingProgress
 
 
 class BreakingRunner(SimRunner):

@@ -16,12 +16,12 @@ from octavo.protocol.steps import (
     TierCopies,
 )
 
-from worker_svc.metrics import Metrics, MetricsServer
+from worker_svc.metrics import MetricsServer, WorkerMetrics
 from worker_svc.runner.sim import built_in_model
 
 
 def test_metrics_of_two_steps_are_served_over_http() -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     geometry = Geometry(block_size=16, num_blocks=100, num_host_blocks=7, block_bytes=1000)
     metrics.describe(built_in_model(), geometry)
     pool = PoolReport(

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from octavo.sampling import SamplingParams
 
+from worker_svc.models.text import ModelText
 from worker_svc.runner.torch.config import ModelConfig
-
-
-@dataclass(frozen=True, slots=True)
-class TextSide:
-    """Everything about text: none of it touches the weights."""
-
-    tokenizer_files: dict[str, bytes]
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    add_bos_token: bool
-    chat_template: str | None
-    special_tokens: dict[str, str]
-    generation_defaults: SamplingParams = field(default_factory=SamplingParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +22,7 @@ class Checkpoint:
 
     source: str
     config: ModelConfig
-    text: TextSide
+    text: ModelText
     names: frozenset[str]
     read: Callable[[str], torch.Tensor]
     rope_pairs_adjacent: bool

@@ -1,4 +1,4 @@
-"""Reads a GGUF file: metadata, tokenizer and (dequantized) weights."""
+"""Reads the weights of a GGUF file under the names that Hugging Face has for them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
-from gguf import GGUFReader
-from gguf.quants import dequantize
 
 from worker_svc.errors import ModelLoadError
+from worker_svc.models.gguf import open_gguf_file
+from worker_svc.models.gguf_text import gguf_text
 from worker_svc.runner.torch.checkpoint import Checkpoint
 from worker_svc.runner.torch.config import ModelConfig, check_config
-from worker_svc.runner.torch.tokenizer_gguf import text_side_of
+from worker_svc.runner.torch.families.family import SOME_LAYERS_ONLY, Family
+from worker_svc.runner.torch.families.registry import GGUF_FAMILIES
 
-_ARCHITECTURES: Final = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 _TOP_NAMES: Final = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -32,28 +27,12 @@ _LAYER_NAMES: Final = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS: Final = "rope_freqs.weight"
-_MALFORMED: Final = (ValueError, IndexError, KeyError, TypeError, OverflowError, NotImplementedError)
-"""What the reader raises on a damaged file, UnicodeDecodeError included."""
-
-
-class _Reader(GGUFReader):
-    """Parses over a plain array: slicing a memmap costs four times as much, and there are 150,000 slices."""
-
-    @property  # type: ignore[override] # the base class needs no more than an array
-    def data(self) -> np.ndarray[Any, Any]:
-        return self._plain
-
-    @data.setter
-    def data(self, value: np.ndarray[Any, Any]) -> None:
-        self._plain = value.view(np.ndarray)
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -62,59 +41,58 @@ def open_gguf(path: Path) -> Checkpoint:
     Raises:
         ModelLoadError: the file is missing, damaged or not supported; what is wrong is named.
     """
-    try:
-        reader = _Reader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except _MALFORMED as error:
-        raise ModelLoadError(f"{path}: not a whole GGUF file: {error}") from error
+    file = open_gguf_file(path)
+    family = _family_of(file.metadata, str(path))
+    layer_names = _LAYER_NAMES | dict(family.gguf_names)
+    gguf_names = {_hf_name(name, layer_names): name for name in file.tensors}
 
     def read(name: str) -> torch.Tensor:
-        tensor = tensors.get(name)
-        if tensor is None:
+        if name not in gguf_names:
             raise ModelLoadError(f"{path}: no weight {name}")
-        try:
-            return torch.from_numpy(np.require(dequantize(tensor.data, tensor.tensor_type), requirements="W"))
-        except _MALFORMED as error:
-            kind = tensor.tensor_type.name
-            raise ModelLoadError(f"{path}: weight {tensor.name} ({kind}) cannot be read: {error}") from error
+        return torch.from_numpy(file.read(gguf_names[name]))
 
-    config = _config(metadata, str(path), tied="lm_head.weight" not in tensors)
     return Checkpoint(
         source=str(path),
-        config=config,
-        text=text_side_of(metadata, str(path)),
-        names=frozenset(tensors),
+        config=_config(file.metadata, family, str(path), tied="lm_head.weight" not in gguf_names),
+        text=gguf_text(file.metadata, str(path)),
+        names=frozenset(gguf_names),
         read=read,
-        rope_pairs_adjacent=config.architecture == "LlamaForCausalLM",
-        rope_factors=read(_ROPE_FACTORS) if _ROPE_FACTORS in tensors else None,
+        rope_pairs_adjacent=family.gguf_pairs_adjacent,
+        rope_factors=read(_ROPE_FACTORS) if _ROPE_FACTORS in gguf_names else None,
     )
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
-    if not name.startswith("blk."):
-        return name
-    _, layer, part, kind = name.split(".")
-    return f"model.layers.{layer}.{_LAYER_NAMES.get(part, part)}.{kind}"
+    match name.split("."):
+        case ["blk", layer, part, kind]:
+            return f"model.layers.{layer}.{layer_names.get(part, part)}.{kind}"
+        case _:
+            return name
 
 
-def _config(metadata: Mapping[str, Any], source: str, *, tied: bool) -> ModelConfig:
+def _family_of(metadata: Mapping[str, Any], source: str) -> Family:
     name = metadata.get("general.architecture")
-    if name not in _ARCHITECTURES:
+    family = GGUF_FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
         raise ModelLoadError(
             f"{source}: architecture {name} is not supported by the torch runner"
-            f" (supported in GGUF: {', '.join(_ARCHITECTURES)})"
+            f" (supported in GGUF: {', '.join(GGUF_FAMILIES)})"
         )
+    return family
+
+
+def _config(metadata: Mapping[str, Any], family: Family, source: str, *, tied: bool) -> ModelConfig:
+    name = family.gguf
 
     def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"{name}.{key}", default)
 
     if get("expert_count", 0):
         raise ModelLoadError(f"{source}: mixtures of experts are not supported by the torch runner")
+    if get("attention.sliding_window_pattern") is not None:
+        raise ModelLoadError(f"{source}: {SOME_LAYERS_ONLY}")
     scaling = get("rope.scaling.type", "none")
     if scaling != "none":
         raise ModelLoadError(f"{source}: rope type {scaling} is not supported (supported: none, llama3)")
@@ -122,7 +100,7 @@ def _config(metadata: Mapping[str, Any], source: str, *, tied: bool) -> ModelCon
         heads = int(metadata[f"{name}.attention.head_count"])
         hidden = int(metadata[f"{name}.embedding_length"])
         config = ModelConfig(
-            architecture=_ARCHITECTURES[name],
+            architecture=family.architecture,
             vocab_size=int(get("vocab_size") or len(metadata["tokenizer.ggml.tokens"])),
             hidden_size=hidden,
             intermediate_size=int(metadata[f"{name}.feed_forward_length"]),

@@ -1,23 +1,19 @@
-"""Reads a Hugging Face model folder: config.json, safetensors, tokenizer.json and companions."""
+"""Reads a Hugging Face model folder: config.json and safetensors."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
-from octavo.sampling import SamplingParams
 from safetensors import SafetensorError, safe_open
 
 from worker_svc.errors import ModelLoadError
-from worker_svc.runner.torch.checkpoint import Checkpoint, TextSide
-from worker_svc.runner.torch.config import parse_config
-
-_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
-_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+from worker_svc.models.text import folder_text, read_json
+from worker_svc.runner.torch.checkpoint import Checkpoint
+from worker_svc.runner.torch.config import Llama3Rope, ModelConfig, check_config
+from worker_svc.runner.torch.families.registry import FAMILIES
 
 
 def open_hf_folder(folder: Path) -> Checkpoint:
@@ -43,28 +39,11 @@ def open_hf_folder(folder: Path) -> Checkpoint:
     return Checkpoint(
         source=str(folder),
         config=parse_config(raw, str(folder / "config.json")),
-        text=read_text_side(folder, raw),
+        text=folder_text(folder),
         names=frozenset(where),
         read=read,
         rope_pairs_adjacent=False,
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        ModelLoadError: there is no such file, or it holds something else.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelLoadError(f"{path}: no such file") from error
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
-    return value
 
 
 def _weight_map(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -97,77 +76,78 @@ def _opened(path: Path) -> Any:
         raise ModelLoadError(f"{path}: damaged or truncated: {error}") from error
 
 
-def read_text_side(folder: Path, config: Mapping[str, Any]) -> TextSide:
-    """Return tokenizer, end tokens, chat template and generation defaults of a model folder.
+def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
+    """Read a config.json.
 
     Raises:
-        ModelLoadError: there is no tokenizer.json, or a file is damaged.
+        ModelLoadError: something in it is missing, malformed, or not supported; it is named.
     """
-    tokenizer = folder / "tokenizer.json"
-    if not tokenizer.is_file():
-        raise ModelLoadError(f"{tokenizer}: no such file; the model needs a fast tokenizer")
-    files = {name: (folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).is_file()}
-    settings = _optional_json(folder / "tokenizer_config.json")
-    generation = _optional_json(folder / "generation_config.json")
-    vocabulary = _special_ids(read_json(tokenizer))
-    special = {
-        role: text for role in _SPECIAL_TOKENS if (text := _token_text(settings.get(role))) is not None
-    }
-    eos = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
-    end_of_turn = vocabulary.get(special.get("eos_token", ""))
-    bos = (*_ids(config.get("bos_token_id")), *_ids(generation.get("bos_token_id")))
-    named_bos = vocabulary.get(special.get("bos_token", ""))
-    return TextSide(
-        tokenizer_files=files,
-        eos_token_ids=tuple(dict.fromkeys((*eos, *(() if end_of_turn is None else (end_of_turn,))))),
-        bos_token_id=named_bos if named_bos is not None else next(iter(bos), None),
-        add_bos_token=bool(settings.get("add_bos_token", False)),
-        chat_template=_chat_template(folder, settings),
-        special_tokens=special,
-        generation_defaults=_generation_defaults(generation),
+    architecture = str((raw.get("architectures") or ["none"])[0])
+    family = FAMILIES.get(architecture)
+    if family is None:
+        raise ModelLoadError(
+            f"{source}: architecture {architecture} is not supported by the torch runner"
+            f" (supported: {', '.join(FAMILIES)})"
+        )
+    _refuse_what_differs(raw, source)
+    try:
+        heads = int(raw["num_attention_heads"])
+        hidden = int(raw["hidden_size"])
+        default_head_dim = family.head_dim or hidden // heads
+        config = ModelConfig(
+            architecture=architecture,
+            vocab_size=int(raw["vocab_size"]),
+            hidden_size=hidden,
+            intermediate_size=int(raw["intermediate_size"]),
+            num_layers=int(raw["num_hidden_layers"]),
+            num_heads=heads,
+            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or default_head_dim),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(_rope(raw).get("rope_theta", raw.get("rope_theta", 10000.0))),
+            max_position_embeddings=int(raw["max_position_embeddings"]),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            rope_scaling=_rope_scaling(_rope(raw), source),
+            sliding_window=family.sliding_window(raw),
+        )
+    except KeyError as error:
+        raise ModelLoadError(f"{source}: {error.args[0]} is missing") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelLoadError(f"{source}: {error}") from error
+    return check_config(config, source)
+
+
+def _refuse_what_differs(raw: Mapping[str, Any], source: str) -> None:
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelLoadError(f"{source}: hidden_act {activation} is not supported")
+    quantization = raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise ModelLoadError(
+            f"{source}: quantization {method} is not supported by the torch runner; use GGUF or --runner vllm"
+        )
+    if raw.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+        raise ModelLoadError(f"{source}: partial_rotary_factor is not supported")
+
+
+def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what config.json says on RoPE: `rope_parameters` since transformers 5, else `rope_scaling`."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise TypeError(f"rope_scaling must be an object, got {rope!r}")
+    return rope
+
+
+def _rope_scaling(rope: Mapping[str, Any], source: str) -> Llama3Rope | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in (None, "default"):
+        return None
+    if kind != "llama3":
+        raise ModelLoadError(f"{source}: rope type {kind} is not supported (supported: default, llama3)")
+    return Llama3Rope(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_position=int(rope["original_max_position_embeddings"]),
     )
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
-def _special_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    added = tokenizer.get("added_tokens") or []
-    return {str(token["content"]): int(token["id"]) for token in added}
-
-
-def _token_text(value: Any) -> str | None:
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    """Return the ids of a field that holds nothing, one id or a list of ids."""
-    if value is None:
-        return ()
-    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
-
-
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the default template, from its own file or from tokenizer_config.json."""
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        return own.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = by_name.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _generation_defaults(generation: Mapping[str, Any]) -> SamplingParams:
-    if generation.get("do_sample") is False:
-        # Sampling fields of a config that says greedy are leftovers; transformers ignores them, too.
-        penalty = generation.get("repetition_penalty")
-        return SamplingParams(repetition_penalty=None if penalty is None else float(penalty))
-    found = {name: generation[name] for name in _DEFAULTS if generation.get(name) is not None}
-    if "top_k" in found:
-        found["top_k"] = int(found["top_k"])
-    return SamplingParams(**found)

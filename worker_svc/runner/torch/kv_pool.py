@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker_svc.runner import host_memory
 from worker_svc.runner.base import BlockCopy, CopyTicket
 from worker_svc.runner.torch.compute import Compute
 from worker_svc.runner.torch.config import ModelConfig
 from worker_svc.runner.torch.packing import Ints
-from worker_svc.start import host_memory
 
 
 class KvPool:
@@ -66,16 +66,16 @@ class KvPool:
         if self._side_stream is None:
             started = time.perf_counter()
             self.device_blocks[device] = self.host_blocks[host]
-            return Arrived(time.perf_counter() - started)
+            return FinishedCopy(time.perf_counter() - started)
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
             start = _timed_event(self._side_stream)
             staged = self.host_blocks[host].pin_memory().to(self.device_blocks.device, non_blocking=True)
             self.device_blocks[device.to(self.device_blocks.device, non_blocking=True)] = staged
-            return Arrival(start, _timed_event(self._side_stream))
+            return CudaCopy(start, _timed_event(self._side_stream))
 
 
-class Arrived:
+class FinishedCopy:
     """A copy to the device that was done at once."""
 
     def __init__(self, elapsed_s: float) -> None:
@@ -90,7 +90,7 @@ class Arrived:
         return self._elapsed_s
 
 
-class Arrival:
+class CudaCopy:
     """A copy to the device under way, between two events of its stream."""
 
     def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:

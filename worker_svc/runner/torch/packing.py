@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from worker_svc.engine.sequence import Sequence
-from worker_svc.runner.base import Row, StepBatch
+from worker_svc.runner.base import Row, SequenceData, StepBatch
 
 Ints = npt.NDArray[np.int64]
 
@@ -30,7 +29,7 @@ class BlockTables:
             self._tables.pop(handle, None)
             self._lengths.pop(handle, None)
 
-    def of(self, sequence: Sequence) -> Ints:
+    def of(self, sequence: SequenceData) -> Ints:
         """Return the block table of `sequence`, valid until its next call."""
         handle, blocks = sequence.handle, sequence.block_table
         table = self._tables.get(handle)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import torch
 from octavo.sampling import SamplingParams
 
-from worker_svc.engine.sequence import Sequence
-from worker_svc.runner.base import Row, StepBatch
+from worker_svc.runner.base import Row, SequenceData, StepBatch
 from worker_svc.runner.torch.attention import PagedAttention, PieceSize
 from worker_svc.runner.torch.kv_pool import KvPool
-from worker_svc.runner.torch.model import Model
+from worker_svc.runner.torch.model import DecoderModel
 from worker_svc.runner.torch.packing import BlockTables, pack
 
 _BLOCK_SIZE = 16
 
 
 def gpu_bytes_beside_kv(
-    model: Model, max_num_batched_tokens: int, max_num_seqs: int, pieces: PieceSize
+    model: DecoderModel, max_num_batched_tokens: int, max_num_seqs: int, pieces: PieceSize
 ) -> int:
     """Return weights, the peak of a largest step, and what others hold on the device.
 
@@ -30,7 +29,7 @@ def gpu_bytes_beside_kv(
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
         pool = KvPool(model.config, model.compute, num_blocks, _BLOCK_SIZE, 0)
-        sequence = Sequence(0, [0] * model.max_len, model.max_len, SamplingParams(), block_table=table)
+        sequence = SequenceData(0, [0] * model.max_len, model.max_len, SamplingParams(), block_table=table)
         row = Row(sequence, model.max_len - tokens, tokens, sample=False)
         packed = pack(StepBatch((row,)), BlockTables(), _BLOCK_SIZE)
         hidden = model.hidden(

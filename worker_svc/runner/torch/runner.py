@@ -11,21 +11,21 @@ import torch
 from octavo.sampling import SamplingParams
 from torch import Tensor
 
-from worker_svc.errors import DeviceLost, ModelLoadError, SettingsError, StepFailed, StepOutOfMemory
-from worker_svc.runner.base import BlockCopy, CopyTicket, ModelInfo, Progress, StepBatch, StepResult
+from worker_svc.errors import DeviceLost, InvalidSettings, ModelLoadError, StepFailed, StepOutOfMemory
+from worker_svc.models.files import ModelFormat, ResolvedModel
+from worker_svc.models.progress import Progress
+from worker_svc.runner import host_memory
+from worker_svc.runner.base import BlockCopy, CopyTicket, LoadedModel, StepBatch, StepResult
 from worker_svc.runner.torch.attention import CPU_PIECES, CUDA_PIECES, PagedAttention
 from worker_svc.runner.torch.checkpoint import Checkpoint
-from worker_svc.runner.torch.compute import choose_compute
-from worker_svc.runner.torch.describe import describe
+from worker_svc.runner.torch.compute import Compute, choose_compute
 from worker_svc.runner.torch.gguf_file import open_gguf
 from worker_svc.runner.torch.hf_folder import open_hf_folder
-from worker_svc.runner.torch.kv_pool import KvPool
-from worker_svc.runner.torch.model import Model
+from worker_svc.runner.torch.kv_pool import KvPool, kv_bytes_per_token
+from worker_svc.runner.torch.model import DecoderModel
 from worker_svc.runner.torch.packing import BlockTables, Packed, pack, pack_padded
 from worker_svc.runner.torch.profile import gpu_bytes_beside_kv
 from worker_svc.runner.torch.sampling import Sampler
-from worker_svc.start import host_memory
-from worker_svc.start.models import ModelFormat, ResolvedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class TorchRunner:
         longest = self._config.max_position_embeddings
         max_model_len = min(options.max_model_len or longest, longest)
         with torch.inference_mode(), _out_of_memory_as(ModelLoadError, f"{model.path}: loading it"):
-            self._model = Model(checkpoint, self._compute, max_model_len, progress)
+            self._model = DecoderModel(checkpoint, self._compute, max_model_len, progress)
         self._info = describe(model, checkpoint, self._compute, max_model_len)
-        self._sampler = Sampler(self._info.eos_token_ids, self._config.vocab_size, self._compute.device)
+        self._sampler = Sampler(self._info.text.eos_token_ids, self._config.vocab_size, self._compute.device)
         self._tables = BlockTables()
         self._pool: KvPool | None = None
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> LoadedModel:
         """The model's description."""
         return self._info
 
@@ -82,13 +82,13 @@ class TorchRunner:
         """Return the bytes that KV blocks may take: a share of what is free, or of a GPU's memory.
 
         Raises:
-            SettingsError: there is not even memory for the largest step.
+            InvalidSettings: there is not even memory for the largest step.
         """
         if self._compute.device.type == "cpu":
             return int(host_memory.available_bytes() * utilization)
         total = torch.cuda.mem_get_info(self._compute.device)[1]
         tokens = self._options.max_num_batched_tokens
-        with _out_of_memory_as(SettingsError, f"a step of {tokens} tokens beside the weights"):
+        with _out_of_memory_as(InvalidSettings, f"a step of {tokens} tokens beside the weights"):
             beside = gpu_bytes_beside_kv(self._model, tokens, self._options.max_num_seqs, self._pieces)
         return max(0, int(total * utilization) - beside)
 
@@ -155,6 +155,28 @@ class TorchRunner:
         return StepResult(sampled.token_ids, sampled.logprobs)
 
 
+def describe(
+    model: ResolvedModel, checkpoint: Checkpoint, compute: Compute, max_model_len: int
+) -> LoadedModel:
+    """Return the description of `model`, loaded from `checkpoint` for `compute`."""
+    return LoadedModel(
+        model_id=model.model_id,
+        revision=model.revision,
+        text=checkpoint.text,
+        runner="torch",
+        dtype=_dtype_name(compute.weights),
+        kv_dtype=_dtype_name(compute.activations),
+        vocab_size=checkpoint.config.vocab_size,
+        max_model_len=max_model_len,
+        kv_bytes_per_token=kv_bytes_per_token(checkpoint.config, compute),
+        device=str(compute.device),
+    )
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _refuse_non_finite(hidden: Tensor, packed: Packed, pool: KvPool) -> None:
     """Fail the rows that computed something else than numbers, and leave no trace of it in the pool.
 
@@ -180,7 +202,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def _out_of_memory_as(kind: type[ModelLoadError | SettingsError], what: str) -> Iterator[None]:
+def _out_of_memory_as(kind: type[ModelLoadError | InvalidSettings], what: str) -> Iterator[None]:
     """Raise `kind` when there is not enough memory for `what`."""
     try:
         yield

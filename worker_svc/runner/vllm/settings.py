@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from worker_svc.config import NO_PIPELINE
-from worker_svc.errors import SettingsError
+from worker_svc.errors import InvalidSettings
 
 DEFAULT_BLOCK_SIZE: Final = 32
 CPU_BLOCK_MULTIPLE: Final = 32
@@ -103,10 +103,10 @@ class VllmSettings:
         if not isinstance(modules, Mapping) or not all(
             isinstance(name, str) and isinstance(path, str) for name, path in modules.items()
         ):
-            raise SettingsError(f"lora_modules must be an object of names and folders, got {modules!r}")
+            raise InvalidSettings(f"lora_modules must be an object of names and folders, got {modules!r}")
         for name, path in modules.items():
             if not (Path(path) / "adapter_config.json").is_file():
-                raise SettingsError(f"lora_modules: {name}: no adapter_config.json in {path}")
+                raise InvalidSettings(f"lora_modules: {name}: no adapter_config.json in {path}")
         return dict(modules)
 
 
@@ -114,15 +114,15 @@ def engine_args(settings: VllmSettings, *, on_cpu: bool) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's EngineArgs.
 
     Raises:
-        SettingsError: an argument is not for the user to set, or the worker cannot do what it asks for.
+        InvalidSettings: an argument is not for the user to set, or the worker cannot do what it asks for.
     """
     for name in settings.args:
         if (reason := REFUSED_ARGS.get(name)) is not None:
-            raise SettingsError(f"vllm argument {name} cannot be set: {reason}")
+            raise InvalidSettings(f"vllm argument {name} cannot be set: {reason}")
     if settings.args.get("pipeline_parallel_size", 1) != 1:
-        raise SettingsError(NO_PIPELINE)
+        raise InvalidSettings(NO_PIPELINE)
     if on_cpu and settings.block_size % CPU_BLOCK_MULTIPLE:
-        raise SettingsError(
+        raise InvalidSettings(
             f"vLLM on a CPU wants a block_size that is a multiple of {CPU_BLOCK_MULTIPLE}, got "
             f"{settings.block_size}"
         )

@@ -18,7 +18,7 @@ from tests.unit.worker.driver import ALL, Driver, Request, request
 from tests.unit.worker.shadow_runner import EOS
 from worker_svc.engine.engine import EngineConfig
 from worker_svc.engine.faults import Fault, FaultKind, Faults
-from worker_svc.errors import SettingsError
+from worker_svc.errors import InvalidSettings
 from worker_svc.runner.base import StepBatch, StepResult
 
 PROMPT = list(range(1, 11))
@@ -315,7 +315,7 @@ def test_logprobs_reach_the_report() -> None:
 
 
 def test_config_whose_pool_cannot_hold_one_sequence_is_refused_with_the_arithmetic() -> None:
-    with pytest.raises(SettingsError, match=r"\(8 blocks - 2 for pins\) x 4 tokens = 24, .* 32"):
+    with pytest.raises(InvalidSettings, match=r"\(8 blocks - 2 for pins\) x 4 tokens = 24, .* 32"):
         EngineConfig(
             block_size=4,
             num_blocks=8,

@@ -83,7 +83,7 @@ def test_runs_are_found_first_fit_and_joined_again() -> None:
     driver.run(driver.plan(driver.admit(*requests, reserve=16)))
     driver.run(driver.plan(release=[2, 4]))
     driver.run(driver.plan(driver.admit(request(PROMPT[:2], 2), reserve=4)))
-    tables = {handle: live.sequence.block_table for handle, live in driver.engine._roster.live.items()}
+    tables = {handle: live.sequence.block_table for handle, live in driver.engine._running.states.items()}
     assert tables[5] == [4]
     driver.run(driver.plan(release=[1, 3, 5]))
     assert driver.engine.pool_report().largest_free_run == 16

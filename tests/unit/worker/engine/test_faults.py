@@ -4,11 +4,10 @@ import pytest
 
 from tests.unit.worker.driver import Driver, request
 from tests.unit.worker.shadow_runner import ShadowRunner
-from worker_svc.engine.engine import Engine
+from worker_svc.engine.engine import WorkerEngine
 from worker_svc.engine.faults import Fault, FaultKind, Faults, FaultyRunner
-from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import StepFailed
-from worker_svc.runner.base import Row, StepBatch
+from worker_svc.runner.base import Row, SequenceData, StepBatch
 
 
 class Effects:
@@ -26,26 +25,26 @@ class Effects:
 
 
 def batch_of(*token_ids: int, start: int = 0) -> StepBatch:
-    sequence = Sequence(1, list(token_ids), len(token_ids), request([1]).sampling)
+    sequence = SequenceData(1, list(token_ids), len(token_ids), request([1]).sampling)
     sequence.block_table, sequence.num_computed_tokens = [0, 1], start
     row = Row(sequence, start, len(token_ids) - start, sample=True)
     return StepBatch((row,), added=(sequence,))
 
 
 def test_without_faults_nothing_fires() -> None:
-    assert Faults().fires(FaultKind.STEP_OOM) is None
-    Faults().check_allocation()
+    assert Faults().draw(FaultKind.STEP_OOM) is None
+    Faults().draw_allocation()
 
 
 def test_fault_with_a_count_is_spent_after_it() -> None:
     faults = Faults([Fault(FaultKind.STEP_OOM, count=2)])
-    assert [bool(faults.fires(FaultKind.STEP_OOM)) for _ in range(4)] == [True, True, False, False]
+    assert [bool(faults.draw(FaultKind.STEP_OOM)) for _ in range(4)] == [True, True, False, False]
 
 
 def test_probability_is_kept_and_repeats_with_the_seed() -> None:
     def draws(seed: int) -> list[bool]:
         faults = Faults([Fault(FaultKind.ALLOCATION, probability=0.05)], seed)
-        return [faults.fires(FaultKind.ALLOCATION) is not None for _ in range(4000)]
+        return [faults.draw(FaultKind.ALLOCATION) is not None for _ in range(4000)]
 
     assert draws(1) == draws(1) != draws(2)
     assert sum(draws(1)) == pytest.approx(200, rel=0.2)
@@ -54,8 +53,8 @@ def test_probability_is_kept_and_repeats_with_the_seed() -> None:
 def test_setting_faults_replaces_those_before() -> None:
     faults = Faults([Fault(FaultKind.CRASH)])
     faults.set([Fault(FaultKind.HANG)])
-    assert faults.fires(FaultKind.CRASH) is None
-    assert faults.fires(FaultKind.HANG) is not None
+    assert faults.draw(FaultKind.CRASH) is None
+    assert faults.draw(FaultKind.HANG) is not None
 
 
 @pytest.mark.parametrize(
@@ -89,13 +88,13 @@ def test_fault_of_a_token_fires_only_in_steps_that_compute_it() -> None:
     assert effects.log == []
     runner.execute(batch_of(1, 2, 3))
     assert effects.log == ["crash"]
-    assert faults.fires(FaultKind.CRASH, {1, 3}) is None
+    assert faults.draw(FaultKind.CRASH, {1, 3}) is None
 
 
 def test_injected_out_of_memory_on_two_percent_of_steps_fails_no_request() -> None:
     driver = Driver()
     faults = Faults([Fault(FaultKind.STEP_OOM, probability=0.02)], seed=3)
-    driver.engine = Engine(FaultyRunner(driver.runner, faults, Effects()), driver.config)
+    driver.engine = WorkerEngine(FaultyRunner(driver.runner, faults, Effects()), driver.config)
     for seed in range(40):
         one = request(range(1, 11), 30, seed=seed)
         driver.finish(one)
@@ -109,7 +108,7 @@ PROMPT, OTHER = list(range(1, 17)), list(range(20, 48))
 def tiered() -> tuple[Driver, Faults]:
     """A driver with a host tier and PROMPT's blocks cached on the device, and the faults of its runner."""
     driver, faults = Driver(num_blocks=9, max_model_len=36, num_host_blocks=8), Faults()
-    driver.engine = Engine(FaultyRunner(driver.runner, faults, Effects()), driver.config)
+    driver.engine = WorkerEngine(FaultyRunner(driver.runner, faults, Effects()), driver.config)
     driver.finish(request([*PROMPT, 48], 1))
     return driver, faults
 

@@ -13,7 +13,6 @@ from octavo.protocol.steps import Geometry, Plan, PoolReport, Report, StepStatus
 from worker_svc.engine.loop import EngineLoop, Loaded, StepEngine
 from worker_svc.kv.memory import PinOutcome
 from worker_svc.runner.sim import built_in_model
-from worker_svc.start.sizing import Sizing
 
 WAIT_S = 60.0
 
@@ -54,7 +53,7 @@ class HeldEngine(StepEngine):
     def drop_all(self) -> None:
         self.done.append("drop")
 
-    def welcome_keys(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
+    def take_cached_keys(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
         return (), ()
 
     def pool_report(self) -> PoolReport:
@@ -66,7 +65,7 @@ class HeldEngine(StepEngine):
 
 
 def loaded(engine: StepEngine) -> Loaded:
-    return Loaded(engine, built_in_model(), Sizing(Geometry(16, 1), 16))
+    return Loaded(engine, built_in_model(), Geometry(16, 1), 16)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from worker_svc.kv.contiguous import ContiguousMemory
 from worker_svc.kv.errors import DoubleFree, IntegrityError, OutOfBlocks
 from worker_svc.kv.memory import Match
-from worker_svc.kv.runs import FreeRuns
+from worker_svc.kv.pool import FreeRuns
 
 
 def test_runs_are_joined_with_both_neighbours() -> None:

@@ -7,15 +7,14 @@ import pytest
 from octavo.sampling import SamplingParams, StructuredOutput
 from tokenizers import Tokenizer
 
-from worker_svc.engine.sequence import Sequence
-from worker_svc.errors import SettingsError
-from worker_svc.runner.base import Row, StepBatch
+from worker_svc.errors import InvalidSettings
+from worker_svc.runner.base import Row, SequenceData, StepBatch
 from worker_svc.runner.sim import SimRunner, built_in_model, load_of, padded_load_of
 from worker_svc.runner.steptime import StepLoad, StepTimes, read_profile
 
 
-def sequence(handle: int, tokens: int, *, seed: int = 7, choice: int = 0, done: bool = False) -> Sequence:
-    return Sequence(
+def sequence(handle: int, tokens: int, *, seed: int = 7, choice: int = 0, done: bool = False) -> SequenceData:
+    return SequenceData(
         handle, list(range(10, 10 + tokens)), tokens, SamplingParams(seed=seed), choice, prefill_done=done
     )
 
@@ -66,8 +65,8 @@ def test_sim_padded_step_computes_every_prompt_as_long_as_the_longest() -> None:
 def test_sim_never_ends_a_sequence_by_itself() -> None:
     info = built_in_model()
     drawn = {sampled(Row(sequence(1, 8, seed=seed), 0, 8, sample=True)) for seed in range(3000)}
-    assert not drawn & set(info.eos_token_ids)
-    assert len(drawn) == info.vocab_size - len(info.eos_token_ids)
+    assert not drawn & set(info.text.eos_token_ids)
+    assert len(drawn) == info.vocab_size - len(info.text.eos_token_ids)
 
 
 def test_sim_refuses_what_needs_a_model() -> None:
@@ -79,7 +78,7 @@ def test_sim_refuses_what_needs_a_model() -> None:
 
 
 def test_sim_built_in_tokenizer_reads_any_text_back() -> None:
-    tokenizer = Tokenizer.from_str(built_in_model().tokenizer_files["tokenizer.json"].decode())
+    tokenizer = Tokenizer.from_str(built_in_model().text.tokenizer_files["tokenizer.json"].decode())
     text = "Grüße, 世界 🌍\n\ttab"
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids) == text
@@ -128,10 +127,10 @@ def test_profile_of_coefficients_is_taken_as_given(tmp_path: Path) -> None:
 def test_profile_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "profile.json"
     file.write_text(text)
-    with pytest.raises(SettingsError, match=r"profile\.json"):
+    with pytest.raises(InvalidSettings, match=r"profile\.json"):
         read_profile(file)
 
 
 def test_profile_that_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="No such file"):
+    with pytest.raises(InvalidSettings, match="No such file"):
         read_profile(tmp_path / "none.json")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from worker_svc.config import WorkerSettings
-from worker_svc.errors import SettingsError
-from worker_svc.runner.base import ModelInfo
+from worker_svc.errors import InvalidSettings
+from worker_svc.runner.base import LoadedModel
 from worker_svc.runner.sim import built_in_model
 from worker_svc.start.sizing import Sizing, size
 
@@ -16,7 +16,7 @@ INFO = replace(built_in_model(), kv_bytes_per_token=MIB // 16, max_model_len=102
 """One block of 16 tokens takes 1 MiB; the longest sequence takes 64 blocks."""
 
 
-def sized(available_mib: float = 1000, info: ModelInfo = INFO, **flags: Any) -> Sizing:
+def sized(available_mib: float = 1000, info: LoadedModel = INFO, **flags: Any) -> Sizing:
     return size(WorkerSettings.load(flags), info, lambda share: int(available_mib * share * MIB))
 
 
@@ -85,6 +85,6 @@ def test_size_default_pins_never_shorten_the_longest_sequence(num_blocks: int) -
 def test_size_that_is_impossible_is_refused_with_the_arithmetic(
     flags: dict[str, Any], arithmetic: str
 ) -> None:
-    with pytest.raises(SettingsError) as caught:
+    with pytest.raises(InvalidSettings) as caught:
         sized(**flags)
     assert arithmetic in str(caught.value)

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.unit.worker.runner.torch.families import FAMILIES, save_model
+from worker_svc.models.resolve import resolve
 from worker_svc.runner.torch import TorchOptions, TorchRunner, load
-from worker_svc.start.models import resolve
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,10 @@ def load_family(tmp_path: Path) -> LoadFamily:
 def load_folder(folder: Path, **options: object) -> TorchRunner:
     chosen = TorchOptions(**{"device": "cpu", "dtype": "float32", **options})  # type: ignore[arg-type]
     return load(resolve(str(folder), ignore_progress), chosen, ignore_progress)
+
+
+def load_gguf(path: Path, dtype: str = "float32") -> TorchRunner:
+    return load(resolve(str(path), ignore_progress), TorchOptions(device="cpu", dtype=dtype), ignore_progress)
 
 
 def ignore_progress(what: str, fraction: float) -> None:

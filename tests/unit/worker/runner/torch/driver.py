@@ -7,8 +7,7 @@ from collections.abc import Sequence as Seq
 
 from octavo.sampling import SamplingParams
 
-from worker_svc.engine.sequence import Sequence
-from worker_svc.runner.base import ModelRunner, Row, StepBatch, StepResult
+from worker_svc.runner.base import ModelRunner, Row, SequenceData, StepBatch, StepResult
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -23,9 +22,9 @@ class Driver:
         runner.allocate(num_blocks, block_size, 0)
         self.free = list(range(num_blocks))
         self.random.shuffle(self.free)
-        self.live: dict[int, Sequence] = {}
+        self.live: dict[int, SequenceData] = {}
         self._next_handle = 1
-        self._added: list[Sequence] = []
+        self._added: list[SequenceData] = []
         self._removed: list[int] = []
 
     def add(
@@ -34,20 +33,20 @@ class Driver:
         sampling: SamplingParams = GREEDY,
         prompt_len: int | None = None,
         choice: int = 0,
-    ) -> Sequence:
+    ) -> SequenceData:
         length = len(token_ids) if prompt_len is None else prompt_len
-        sequence = Sequence(self._next_handle, list(token_ids), length, sampling, choice)
+        sequence = SequenceData(self._next_handle, list(token_ids), length, sampling, choice)
         self._next_handle += 1
         self.live[sequence.handle] = sequence
         self._added.append(sequence)
         return sequence
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceData) -> None:
         del self.live[sequence.handle]
         self.free.extend(sequence.block_table)
         self._removed.append(sequence.handle)
 
-    def row(self, sequence: Sequence, num_tokens: int) -> Row:
+    def row(self, sequence: SequenceData, num_tokens: int) -> Row:
         start = sequence.num_computed_tokens
         end = start + num_tokens
         while len(sequence.block_table) * self.block_size < end:
@@ -78,7 +77,7 @@ class Driver:
                 chunks[handle] = self.random.randint(1, min(most, pending))
         return chunks
 
-    def generate(self, sequences: Seq[Sequence], count: int, most: int | None = None) -> list[list[int]]:
+    def generate(self, sequences: Seq[SequenceData], count: int, most: int | None = None) -> list[list[int]]:
         """Run until each of `sequences` has `count` more tokens; `most` makes chunks random."""
         goals = {s.handle: len(s.token_ids) + count for s in sequences}
         for sequence in sequences:

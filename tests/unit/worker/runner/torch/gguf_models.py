@@ -12,24 +12,7 @@ from transformers import PreTrainedModel
 
 from tests.unit.worker.runner.torch.families import VOCAB_SIZE
 
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-TOP_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
+ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def write_gguf(
@@ -54,6 +37,7 @@ def write_gguf(
         "rope.freq_base": 10000.0,
     }
     writer = gguf.GGUFWriter(path, architecture)
+    names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], config.num_hidden_layers)
     for name, value in (values | metadata.pop("architecture_metadata", {})).items():
         _add(writer, f"{architecture}.{name}", value)
     for name, value in (tokenizer_metadata() | metadata).items():
@@ -67,7 +51,9 @@ def write_gguf(
         data = tensor.float().numpy()
         stored = gguf.GGMLQuantizationType[kind if data.ndim == 2 else "F32"]
         packed = gguf.quants.quantize(data, stored)
-        writer.add_tensor(gguf_name(name), packed, raw_dtype=stored)
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert gguf_name is not None, name
+        writer.add_tensor(gguf_name, packed, raw_dtype=stored)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.float().numpy())
     writer.write_header_to_file()
@@ -80,13 +66,6 @@ def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Interleave the two rotary halves of each head."""
     halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape).contiguous()
-
-
-def gguf_name(name: str) -> str:
-    if name in TOP_NAMES:
-        return TOP_NAMES[name]
-    _, _, layer, *part, kind = name.split(".")
-    return f"blk.{layer}.{LAYER_NAMES['.'.join(part)]}.{kind}"
 
 
 def tokenizer_metadata() -> dict[str, Any]:

@@ -2,62 +2,30 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from octavo.protocol.steps import TokenLogprobs
-from octavo.sampling import SamplingParams
-from transformers import PreTrainedModel
 
 from tests.unit.worker.runner.torch.conftest import LoadFamily, load_folder
 from tests.unit.worker.runner.torch.driver import Driver
-from tests.unit.worker.runner.torch.families import FAMILIES, VOCAB_SIZE, save_model
+from tests.unit.worker.runner.torch.families import FAMILIES, save_model
+from tests.unit.worker.runner.torch.parity import (
+    REPORTING,
+    assert_follows,
+    assert_mixed_batches_follow,
+    prompts,
+    reference_logprobs,
+)
 from worker_svc.runner.torch import attention
-from worker_svc.runner.torch.model import Model
-
-REPORTING = SamplingParams(temperature=0.0, logprobs=3)
-
-
-def reference_logprobs(model: PreTrainedModel, token_ids: Seq[int]) -> torch.Tensor:
-    """Return log probabilities of the token after each position, [len, vocab]."""
-    with torch.inference_mode():
-        return model(torch.tensor([token_ids])).logits[0].float().log_softmax(dim=-1)
-
-
-def prompts(lengths: Seq[int], seed: int = 7) -> list[list[int]]:
-    chooser = random.Random(seed)
-    return [[chooser.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
-
-
-def assert_follows(reference: torch.Tensor, start: int, reports: Seq[TokenLogprobs]) -> None:
-    """Check that each report is the reference's best token with its log probabilities."""
-    for position, report in enumerate(reports, start=start - 1):
-        best = reference[position].topk(3)
-        assert report.logprob == pytest.approx(best.values[0].item(), abs=2e-4)
-        assert report.rank == 1
-        assert report.top_logprobs == pytest.approx(best.values.tolist(), abs=2e-4)
-        assert report.token_id in best.indices[best.values > best.values[0] - 1e-3].tolist()
+from worker_svc.runner.torch.model import DecoderModel
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_batches_with_random_chunks_equal_transformers(family: str, load_family: LoadFamily) -> None:
-    runner, reference = load_family(family)
-    driver = Driver(runner, num_blocks=80, block_size=4, seed=3)
-    sequences = [driver.add(prompt, REPORTING) for prompt in prompts([1, 2, 5, 23, 40, 61])]
-    reports: dict[int, list[TokenLogprobs]] = {sequence.handle: [] for sequence in sequences}
-
-    while any(sequence.num_output_tokens < 12 for sequence in sequences):
-        result = driver.step(driver.random_chunks(most=9))
-        for handle, report in result.logprobs.items():
-            reports[handle].append(report)
-
-    for sequence in sequences:
-        expected = reference_logprobs(reference, sequence.token_ids[:-1])
-        assert_follows(expected, sequence.prompt_len, reports[sequence.handle])
+    assert_mixed_batches_follow(*load_family(family))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
@@ -161,13 +129,13 @@ def test_padded_batch_gives_the_same_tokens(family: str, tmp_path: Path) -> None
 def test_padding_costs_what_static_batching_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(FAMILIES["llama"], tmp_path)
     computed: list[int] = []
-    hidden = Model.hidden
+    hidden = DecoderModel.hidden
 
-    def counting(self: Model, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+    def counting(self: DecoderModel, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
         computed.append(len(token_ids))
         return hidden(self, token_ids, *args)
 
-    monkeypatch.setattr(Model, "hidden", counting)
+    monkeypatch.setattr(DecoderModel, "hidden", counting)
     for padded in (False, True):
         driver = Driver(load_folder(tmp_path, padded=padded), num_blocks=40, block_size=4)
         for prompt in prompts([3, 31, 5]):

@@ -12,15 +12,15 @@ from octavo.sampling import SamplingParams
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel
 
-from tests.unit.worker.runner.torch.conftest import ignore_progress
+from tests.unit.worker.runner.torch.conftest import ignore_progress, load_gguf
 from tests.unit.worker.runner.torch.driver import Driver
 from tests.unit.worker.runner.torch.families import FAMILIES, save_model
 from tests.unit.worker.runner.torch.gguf_models import tokenizer_metadata, write_gguf
 from worker_svc.errors import ModelLoadError
-from worker_svc.runner.torch import TorchOptions, TorchRunner, load
+from worker_svc.models.gguf_text import gguf_text
+from worker_svc.models.resolve import resolve
+from worker_svc.runner.torch import TorchRunner
 from worker_svc.runner.torch.gguf_file import open_gguf
-from worker_svc.runner.torch.tokenizer_gguf import text_side_of
-from worker_svc.start.models import resolve
 
 WIDE = LlamaConfig(
     vocab_size=300,
@@ -33,10 +33,6 @@ WIDE = LlamaConfig(
     initializer_range=0.2,
 )
 """Rows of a multiple of 32, as quantized blocks need."""
-
-
-def load_gguf(path: Path, dtype: str = "float32") -> TorchRunner:
-    return load(resolve(str(path), ignore_progress), TorchOptions(device="cpu", dtype=dtype), ignore_progress)
 
 
 def continuation(runner: TorchRunner, prompt: list[int], count: int = 6) -> tuple[list[int], list[float]]:
@@ -122,6 +118,10 @@ def test_rope_factors_of_llama_3_are_applied(tmp_path: Path) -> None:
     [
         ({"architecture_metadata": {"rope.scaling.type": "yarn"}}, "rope type yarn"),
         ({"architecture_metadata": {"expert_count": 8}}, "mixtures of experts"),
+        (
+            {"architecture_metadata": {"attention.sliding_window_pattern": [True, False]}},
+            "in some layers only",
+        ),
         ({"architecture_metadata": {"block_count": None}}, "llama.block_count is missing"),
         ({"architecture_metadata": {"attention.head_count": 0}}, "malformed metadata"),
         ({"architecture_metadata": {"rope.dimension_count": 4}}, "rotary embedding of 4 out of 16"),
@@ -180,7 +180,7 @@ def test_missing_weight_is_named(tmp_path: Path) -> None:
 
 
 def tokenizer_of(**metadata: Any) -> Tokenizer:
-    text = text_side_of(tokenizer_metadata() | metadata, "here")
+    text = gguf_text(tokenizer_metadata() | metadata, "here")
     return Tokenizer.from_str(text.tokenizer_files["tokenizer.json"].decode())
 
 
@@ -195,7 +195,7 @@ def test_tokenizer_applies_merges_and_keeps_special_tokens_whole() -> None:
 
 
 def test_end_tokens_are_those_named_and_those_that_end_a_turn() -> None:
-    text = text_side_of(tokenizer_metadata() | {"tokenizer.ggml.eot_token_id": 0}, "here")
+    text = gguf_text(tokenizer_metadata() | {"tokenizer.ggml.eot_token_id": 0}, "here")
 
     assert text.eos_token_ids == (2, 0, 3)
     assert text.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
@@ -206,8 +206,8 @@ def test_beginning_of_sequence_is_added_when_the_file_says_so() -> None:
 
     assert tokenizer_of(**with_bos).encode("he").tokens == ["<s>", "he"]
     assert tokenizer_of(**with_bos).encode("he", add_special_tokens=False).tokens == ["he"]
-    assert text_side_of(tokenizer_metadata() | with_bos, "here").add_bos_token
-    assert not text_side_of(tokenizer_metadata(), "here").add_bos_token
+    assert gguf_text(tokenizer_metadata() | with_bos, "here").add_bos_token
+    assert not gguf_text(tokenizer_metadata(), "here").add_bos_token
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_beginning_of_sequence_is_added_by_default_where_the_pre_tokenizer_is_of
 ) -> None:
     metadata = {"tokenizer.ggml.pre": name, **said}
 
-    assert text_side_of(tokenizer_metadata() | metadata, "here").add_bos_token is expected
+    assert gguf_text(tokenizer_metadata() | metadata, "here").add_bos_token is expected
     assert (tokenizer_of(**metadata).encode("he").tokens == ["<s>", "he"]) is expected
 
 
@@ -234,6 +234,7 @@ def test_beginning_of_sequence_is_added_by_default_where_the_pre_tokenizer_is_of
     [
         ("gpt-2", "a  1234 b\n\nc it's", ["a", "Ġ", "Ġ1234", "Ġb", "Ċ", "Ċ", "c", "Ġit", "'s"]),
         ("smollm", "a  1234 b", ["a", "ĠĠ", "1", "2", "3", "4", "Ġb"]),
+        ("dbrx", "a  1234 b", ["a", "Ġ", "Ġ", "123", "4", "Ġb"]),
         ("llama-bpe", "a  1234 b\n\nc IT'S", ["a", "Ġ", "Ġ", "123", "4", "Ġb", "ĊĊ", "c", "ĠIT", "'S"]),
         ("qwen2", "a 12 b!\n", ["a", "Ġ", "1", "2", "Ġb", "!Ċ"]),
     ],

@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.worker.runner.torch.conftest import ignore_progress, load_folder
 from tests.unit.worker.runner.torch.families import FAMILIES, save_model
-from worker_svc.errors import ModelLoadError, SettingsError
+from worker_svc.errors import InvalidSettings, ModelLoadError
+from worker_svc.models.resolve import resolve
 from worker_svc.runner.torch import runner as runner_module
 from worker_svc.runner.torch.compute import Compute
-from worker_svc.runner.torch.describe import describe
 from worker_svc.runner.torch.hf_folder import open_hf_folder
-from worker_svc.start.models import resolve
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -63,7 +62,7 @@ def test_description_tells_the_device_that_memory_is_sized_by(folder: Path, devi
     model = resolve(str(folder), ignore_progress)
     compute = Compute(torch.device(device), torch.float32, torch.float32)
 
-    assert describe(model, open_hf_folder(folder), compute, 64).device == device
+    assert runner_module.describe(model, open_hf_folder(folder), compute, 64).device == device
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_model_that_does_not_fit_into_memory_is_named(
     def fail(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(runner_module, "Model", fail)
+    monkeypatch.setattr(runner_module, "DecoderModel", fail)
     message = refusal(folder)
     assert str(folder) in message
     assert str(raised) in message
@@ -97,7 +96,7 @@ def test_largest_step_that_does_not_fit_beside_the_weights_is_told_with_its_toke
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
     monkeypatch.setattr(runner, "_compute", Compute(torch.device("cuda"), torch.float32, torch.float32))
 
-    with pytest.raises(SettingsError, match="a step of 96 tokens"):
+    with pytest.raises(InvalidSettings, match="a step of 96 tokens"):
         runner.available_kv_bytes(0.9)
 
 

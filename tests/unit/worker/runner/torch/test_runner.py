@@ -10,9 +10,9 @@ import torch
 from tests.unit.worker.runner.torch.conftest import LoadFamily
 from tests.unit.worker.runner.torch.driver import Driver
 from worker_svc.errors import DeviceLost, StepFailed, StepOutOfMemory
+from worker_svc.runner import host_memory
 from worker_svc.runner.base import BlockCopy
 from worker_svc.runner.torch import TorchRunner
-from worker_svc.start import host_memory
 
 PROMPT = [5, 17, 99, 200, 31, 31, 8]
 BLOCKS = 16

@@ -11,8 +11,8 @@ import pytest
 import torch
 from octavo.sampling import SamplingParams
 
-from worker_svc.engine.sequence import Sequence
 from worker_svc.errors import StepFailed
+from worker_svc.runner.base import SequenceData
 from worker_svc.runner.torch.sampling import Sampler
 
 VOCAB = 60
@@ -24,8 +24,8 @@ def make_sampler(vocab: int = VOCAB) -> Sampler:
     return Sampler([EOS], vocab, torch.device("cpu"))
 
 
-def sequence(handle: int = 1, tokens: int = 5, *, choice: int = 0, **sampling: Any) -> Sequence:
-    return Sequence(handle, [1] * tokens, tokens, SamplingParams(**sampling), choice)
+def sequence(handle: int = 1, tokens: int = 5, *, choice: int = 0, **sampling: Any) -> SequenceData:
+    return SequenceData(handle, [1] * tokens, tokens, SamplingParams(**sampling), choice)
 
 
 def peaked_logits(vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
@@ -67,7 +67,7 @@ def test_repetition_penalty_beyond_what_logits_can_hold_still_yields_a_token(
     penalty: float, temperature: float
 ) -> None:
     logits = torch.tensor([[3.0, 9.0, -8.0, 0.0]])
-    one = Sequence(
+    one = SequenceData(
         1, [0, 1, 2, 3], 4, SamplingParams(repetition_penalty=penalty, temperature=temperature, logprobs=1)
     )
 
@@ -79,7 +79,7 @@ def test_repetition_penalty_beyond_what_logits_can_hold_still_yields_a_token(
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_no_numbers_are_named_whatever_the_penalty(value: float) -> None:
     logits = torch.tensor([[3.0, value, -8.0, 0.0]])
-    one = Sequence(1, [0, 1, 2, 3], 4, SamplingParams(repetition_penalty=0.5))
+    one = SequenceData(1, [0, 1, 2, 3], 4, SamplingParams(repetition_penalty=0.5))
 
     with pytest.raises(StepFailed):
         make_sampler(4).sample(logits, [one])
@@ -154,7 +154,7 @@ def test_outcome_does_not_depend_on_the_rest_of_the_batch() -> None:
         {"temperature": 1.0, "top_k": 50, "logit_bias": {3: 4.0}},
     ]
 
-    def sequences() -> list[Sequence]:
+    def sequences() -> list[SequenceData]:
         return [sequence(n, tokens=n + 2, seed=n, **setting) for n, setting in enumerate(settings)]
 
     together = make_sampler().sample(logits.clone(), sequences()).token_ids
@@ -194,7 +194,7 @@ def test_penalties_follow_the_sequence_step_by_step() -> None:
         SamplingParams(temperature=0.0, repetition_penalty=0.8, presence_penalty=-0.5, logit_bias={1: 1.0}),
         SamplingParams(temperature=0.0),
     ]
-    sequences = [Sequence(n, [1, 4, 4, 30 + n], 3, params) for n, params in enumerate(settings)]
+    sequences = [SequenceData(n, [1, 4, 4, 30 + n], 3, params) for n, params in enumerate(settings)]
     sampler = make_sampler()
 
     for step in range(40):
@@ -213,7 +213,7 @@ def test_penalties_follow_the_sequence_step_by_step() -> None:
 def test_sequence_that_comes_back_is_penalized_as_if_it_had_never_left() -> None:
     params = SamplingParams(temperature=0.0, frequency_penalty=0.7, repetition_penalty=1.3)
     tokens = [1, 2, 2, 5, 5, 5]
-    resumed = Sequence(9, list(tokens), 3, params)
+    resumed = SequenceData(9, list(tokens), 3, params)
     logits = peaked_logits()[None].clone()
 
     make_sampler().sample(logits, [resumed])
@@ -226,10 +226,10 @@ def test_handle_of_another_session_starts_with_a_clean_state() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 3] = 1.0
     penalizing = SamplingParams(temperature=0.0, presence_penalty=2.0)
-    assert sampler.sample(logits.clone(), [Sequence(1, [3, 3], 1, penalizing)]).token_ids == {1: 0}
+    assert sampler.sample(logits.clone(), [SequenceData(1, [3, 3], 1, penalizing)]).token_ids == {1: 0}
 
     assert sampler.sample(
-        logits.clone(), [Sequence(1, [3, 3], 1, SamplingParams(temperature=0.0))]
+        logits.clone(), [SequenceData(1, [3, 3], 1, SamplingParams(temperature=0.0))]
     ).token_ids == {1: 3}
 
 
@@ -239,7 +239,7 @@ def test_handle_of_another_session_starts_with_a_clean_state() -> None:
 )
 def test_stops_are_not_sampled_before_min_tokens(ignore_eos: bool, num_output: int, banned: set[int]) -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(20,), ignore_eos=ignore_eos)
-    one = Sequence(1, [1, 2, 3] + [4] * num_output, 3, params)
+    one = SequenceData(1, [1, 2, 3] + [4] * num_output, 3, params)
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS], logits[0, 20], logits[0, 33] = 3.0, 2.0, 1.0
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, MambaConfig, PreTrainedConfig
 from tests.unit.worker.runner.torch.driver import GREEDY, Driver
 from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
 from worker_svc.config import WorkerSettings
-from worker_svc.errors import DeviceLost, ModelLoadError, SettingsError, StepFailed, StepOutOfMemory
+from worker_svc.errors import DeviceLost, InvalidSettings, ModelLoadError, StepFailed, StepOutOfMemory
 from worker_svc.runner.base import BlockCopy, ModelRunner, StepBatch
 from worker_svc.runner.vllm.runner import VllmRunner
 from worker_svc.start.load import load_runner
@@ -105,8 +105,8 @@ def test_runner_describes_what_vllm_loaded(loaded: VllmRunner) -> None:
     assert (info.runner, info.dtype, info.kv_dtype, info.device) == ("vllm", "float32", "float32", "cpu")
     assert (info.vocab_size, info.max_model_len) == (VOCAB_SIZE, 256)
     assert info.kv_bytes_per_token == LAYERS * 2 * HIDDEN * 4
-    assert info.eos_token_ids == (2,)
-    assert "tokenizer.json" in info.tokenizer_files
+    assert info.text.eos_token_ids == (2,)
+    assert "tokenizer.json" in info.text.tokenizer_files
 
 
 def test_available_kv_bytes_grow_with_the_share(loaded: VllmRunner) -> None:
@@ -224,7 +224,7 @@ def test_execute_forgets_what_was_removed(drive: Drive, loaded: VllmRunner) -> N
 
 
 def test_allocate_other_block_size_is_refused(loaded: VllmRunner) -> None:
-    with pytest.raises(SettingsError, match="32"):
+    with pytest.raises(InvalidSettings, match="32"):
         loaded.allocate(NUM_BLOCKS, 64, 0)
 
 
@@ -288,17 +288,17 @@ def test_load_out_of_memory_in_the_largest_step_is_a_model_that_cannot_be_loaded
 def test_load_state_space_model_is_refused_by_name(tmp_path: Path) -> None:
     config = MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=8)
 
-    with pytest.raises(SettingsError, match="MambaForCausalLM"):
+    with pytest.raises(InvalidSettings, match="MambaForCausalLM"):
         load(save(tmp_path, config))
 
 
 def test_load_argument_that_vllm_does_not_know_is_named(folder: Path) -> None:
-    with pytest.raises(SettingsError, match="no_such_thing"):
+    with pytest.raises(InvalidSettings, match="no_such_thing"):
         load(folder, vllm_args={"no_such_thing": 1})
 
 
 def test_load_ray_without_ray_says_what_to_install(folder: Path) -> None:
-    with pytest.raises(SettingsError, match="pip install ray"):
+    with pytest.raises(InvalidSettings, match="pip install ray"):
         load(folder, vllm_args={"distributed_executor_backend": "ray"})
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from worker_svc.errors import SettingsError
+from worker_svc.errors import InvalidSettings
 from worker_svc.runner.vllm import installed
 from worker_svc.runner.vllm.settings import VllmSettings, chosen_dtype, engine_args
 
@@ -70,17 +70,17 @@ def test_engine_args_remote_code_is_off_unless_asked_for() -> None:
     "name", ["block_size", "scheduler_cls", "speculative_config", "worker_extension_cls"]
 )
 def test_engine_args_what_is_not_the_users_is_refused_by_name(name: str) -> None:
-    with pytest.raises(SettingsError, match=f"{name} cannot be set"):
+    with pytest.raises(InvalidSettings, match=f"{name} cannot be set"):
         args_of(args={name: 1})
 
 
 def test_engine_args_pipeline_stages_are_refused_with_a_way_out() -> None:
-    with pytest.raises(SettingsError, match=r"pipeline_parallel_size must be 1.*tensor_parallel_size"):
+    with pytest.raises(InvalidSettings, match=r"pipeline_parallel_size must be 1.*tensor_parallel_size"):
         args_of(args={"pipeline_parallel_size": 2})
 
 
 def test_engine_args_block_size_that_a_cpu_cannot_have_is_refused() -> None:
-    with pytest.raises(SettingsError, match="block_size that is a multiple of 32, got 16"):
+    with pytest.raises(InvalidSettings, match="block_size that is a multiple of 32, got 16"):
         args_of(block_size=16)
     assert args_of(on_cpu=False, block_size=16)["block_size"] == 16
 
@@ -106,19 +106,19 @@ def test_engine_args_adapters_on_a_cpu_leave_a_slot_for_rows_without_one(tmp_pat
     [(["poet"], "must be an object"), ({"poet": "nowhere"}, "poet: no adapter_config.json in nowhere")],
 )
 def test_engine_args_adapters_that_are_none_are_refused(modules: object, problem: str) -> None:
-    with pytest.raises(SettingsError, match=problem):
+    with pytest.raises(InvalidSettings, match=problem):
         args_of(args={"lora_modules": modules})
 
 
 def test_prepare_without_vllm_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "DISTRIBUTIONS", ("no-such-distribution",))
 
-    with pytest.raises(SettingsError, match=re.escape("pip install octavo[vllm]")):
+    with pytest.raises(InvalidSettings, match=re.escape("pip install octavo[vllm]")):
         installed.prepare()
 
 
 def test_prepare_with_another_version_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "installed_version", lambda: "0.31.1")
 
-    with pytest.raises(SettingsError, match=r"vLLM 0\.31\.1 is installed.*0\.32\.0"):
+    with pytest.raises(InvalidSettings, match=r"vLLM 0\.31\.1 is installed.*0\.32\.0"):
         installed.prepare()

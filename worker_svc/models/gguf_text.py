@@ -12,7 +12,7 @@ from typing import Any, Final
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from worker_svc.errors import ModelLoadError
-from worker_svc.runner.torch.checkpoint import TextSide
+from worker_svc.models.text import ModelText
 
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
@@ -57,6 +57,7 @@ _PRE_TOKENIZERS: Final[Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]]] 
     "smollm": _digits_apart,
     "llama-bpe": lambda: _split(_LLAMA3_SPLIT),
     "llama3": lambda: _split(_LLAMA3_SPLIT),
+    "dbrx": lambda: _split(_LLAMA3_SPLIT),
     "qwen2": lambda: _split(_QWEN2_SPLIT),
 }
 _COMPOSED: Final = frozenset({"qwen2"})
@@ -66,7 +67,7 @@ _WHOLE_WORDS_FIRST: Final = frozenset({"llama-bpe", "llama3"})
 BOS token unless the file says otherwise."""
 
 
-def text_side_of(metadata: Mapping[str, Any], source: str) -> TextSide:
+def gguf_text(metadata: Mapping[str, Any], source: str) -> ModelText:
     """Return tokenizer, end tokens and chat template of a GGUF file.
 
     Raises:
@@ -101,7 +102,7 @@ def text_side_of(metadata: Mapping[str, Any], source: str) -> TextSide:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{text} $A", pair=f"{text} $A {text} $B", special_tokens=[(text, bos)]
         )
-    return TextSide(
+    return ModelText(
         tokenizer_files={"tokenizer.json": tokenizer.to_str().encode()},
         eos_token_ids=tuple(ends),
         bos_token_id=bos,

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from worker_svc.start.host_memory import available_bytes
+from worker_svc.runner.host_memory import available_bytes
 
 GIB = 2**30
 

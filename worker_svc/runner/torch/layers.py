@@ -1,7 +1,12 @@
-"""Linear layers whose weights are laid out once, in the form that this device multiplies fastest."""
+"""The parts that a block is made of: linear layers, RMS norm, rotary position embedding.
+
+The weights of a linear layer are laid out once, in the form that this device multiplies fastest. Rotary
+embedding works over adjacent pairs, as a product of complex numbers.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, Final
 
@@ -10,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 # its customary name
 
 from worker_svc.runner.torch.compute import Compute
+from worker_svc.runner.torch.config import Llama3Rope, ModelConfig
 
 _FLOAT16_MAX: Final = torch.finfo(torch.float16).max
 _TYPICAL_ROWS: Final = 8
@@ -90,3 +96,66 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001 # there is no public question
     return dtype == torch.float32
+
+
+class RmsNorm:
+    """y = x / sqrt(mean(x^2) + eps) * weight."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """`weight` broadcasts over the last dimension of x; its last dimension is the one to normalize."""
+        self._eps = eps
+        self._size = weight.shape[-1]
+        self._weight = weight
+        # PyTorch's CPU kernel is a dozen operations. With the factor sqrt(size) taken into the
+        # weight, the divisor is the hypotenuse of |x| and sqrt(size * eps), and four will do.
+        self._scaled = weight.float() * math.sqrt(self._size)
+        self._leg = torch.tensor(math.sqrt(self._size * eps), device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm of x, in its type."""
+        if x.device.type != "cpu":
+            return F.rms_norm(x, (self._size,), None, self._eps) * self._weight
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return torch.div(x, torch.hypot(length, self._leg)).mul_(self._scaled).to(x.dtype)
+
+
+def rotations(config: ModelConfig, length: int, factors: Tensor | None) -> Tensor:
+    """Return e^(i * position * frequency), complex64 [length, head_dim / 2].
+
+    `factors` [head_dim / 2] divide the frequencies, as GGUF files state Llama 3's scaling.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    if config.rope_scaling is not None:
+        frequencies = _stretch(frequencies, config.rope_scaling)
+    if factors is not None:
+        frequencies = frequencies / factors.float()
+    angles = torch.outer(torch.arange(length).float(), frequencies)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotate_(heads: Tensor, turns: Tensor) -> None:
+    """Rotate the pairs of `heads` [tokens, heads, head_dim] in place by `turns` [tokens, 1, head_dim / 2]."""
+    pairs = heads.view(*heads.shape[:-1], -1, 2)
+    if heads.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(turns)
+    else:
+        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * turns))
+
+
+def adjacent_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorder rows from halves (i, i + head_dim / 2) to pairs (2i, 2i + 1), head by head.
+
+    Queries and keys in one order give the same scores as both in the other.
+    """
+    halves = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def _stretch(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
+    """Llama 3.1: divide low frequencies by `factor`, keep high ones, interpolate between."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_position / wavelengths
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    share = share.clamp(0.0, 1.0)
+    return frequencies * (share + (1 - share) / scaling.factor)

@@ -15,8 +15,10 @@ from huggingface_hub.utils import filter_repo_objects
 
 from tests.unit.worker.runner.torch.families import FAMILIES, save_model
 from worker_svc.errors import ModelLoadError
-from worker_svc.start import demo_model, models
-from worker_svc.start.models import ModelFormat, resolve
+from worker_svc.models import demo_model
+from worker_svc.models import resolve as resolving
+from worker_svc.models.files import ModelFormat
+from worker_svc.models.resolve import resolve
 
 
 def ignore(what: str, fraction: float) -> None:
@@ -102,7 +104,7 @@ def test_hub_name_fetches_what_a_runner_reads_and_code_only_when_it_is_trusted(
         )
         return str(tmp_path)
 
-    monkeypatch.setattr(models, "snapshot_download", download)
+    monkeypatch.setattr(resolving, "snapshot_download", download)
 
     resolve("owner/name", ignore, with_code=with_code)
 
@@ -111,7 +113,7 @@ def test_hub_name_fetches_what_a_runner_reads_and_code_only_when_it_is_trusted(
 
 def test_hub_downloads_report_their_bytes() -> None:
     seen: list[float] = []
-    bar_class = models._hub_bar(lambda what, fraction: seen.append(fraction), "downloading x")
+    bar_class = resolving._hub_bar(lambda what, fraction: seen.append(fraction), "downloading x")
 
     with bar_class(total=3, desc="files") as files, bar_class(total=100, unit="B", initial=20) as data:
         files.update(1)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import re
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -22,8 +20,9 @@ from huggingface_hub.errors import (
 from tqdm.auto import tqdm  # type: ignore[import-untyped] # has no types
 
 from worker_svc.errors import ModelLoadError
-from worker_svc.runner.base import Progress
-from worker_svc.start.demo_model import DEMO_MODEL_ID, DEMO_SHA256, fetch_demo_model
+from worker_svc.models.demo_model import DEMO_MODEL_ID, DEMO_SHA256, fetch_demo_model
+from worker_svc.models.files import ModelFormat, ResolvedModel
+from worker_svc.models.progress import Progress
 
 _HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+(?:/[\w./-]+\.gguf)?")
 _HUB_FILES: Final = ("*.json", "*.safetensors", "*.jinja")
@@ -31,24 +30,6 @@ _HUB_CODE: Final = ("*.py",)
 _HUB_DUPLICATES: Final = ("consolidated*.safetensors",)
 """The weights once more, in a layout that no runner here reads."""
 _SAMPLE_BYTES: Final = 1 << 20
-
-
-class ModelFormat(enum.Enum):
-    """How a model lies on disk."""
-
-    HF_FOLDER = "hf_folder"
-    GGUF = "gguf"
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedModel:
-    """A model on this machine's disk: a folder with config.json and safetensors, or one GGUF file."""
-
-    model_id: str
-    revision: str
-    """Equal for equal weights: it roots the content keys of cached KV blocks."""
-    format: ModelFormat
-    path: Path
 
 
 def resolve(

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from worker_svc.kv.cost import CopyCost
+from worker_svc.kv.host import CopyCost
 
 
 def measured(copy_us: float, prefill_us_per_token: float) -> CopyCost:
@@ -27,7 +27,17 @@ def test_copies_out_count_too() -> None:
 
 def test_now_and_then_a_copy_probes_whether_it_is_still_dear() -> None:
     cost = measured(copy_us=200, prefill_us_per_token=10)
-    assert sum(cost.worth_copying(1) for _ in range(640)) == 10
+    copied = 0
+    for _ in range(640):
+        copied += cost.worth_copying(1)
+        cost.decided(1)
+    assert copied == 10
+
+
+def test_asking_what_is_worth_a_copy_decides_nothing() -> None:
+    cost = measured(copy_us=200, prefill_us_per_token=10)
+    assert not any(cost.worth_copying(1) for _ in range(640))
+    assert cost.skipped_blocks == 0
 
 
 def test_decodes_in_a_step_are_not_charged_to_its_prefill() -> None:

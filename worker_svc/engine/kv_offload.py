@@ -18,7 +18,7 @@ class _UnderWay:
     ticket: CopyTicket
 
 
-class TierCopies:
+class KvOffload:
     """Copies out before a step overwrites the blocks, copies in beside the steps."""
 
     def __init__(self, runner: ModelRunner, memory: KvMemory, promote_blocks_per_step: int) -> None:

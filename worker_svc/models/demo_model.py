@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from worker_svc.errors import ModelLoadError
-from worker_svc.runner.base import Progress
+from worker_svc.models.progress import Progress
 
 DEMO_MODEL_ID: Final = "SmolLM2-135M-Instruct"
 DEMO_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

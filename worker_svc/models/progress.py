@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
 import structlog
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how far it is (0 to 1), from any thread."""
 _LOG_EVERY: Final = 0.25
 log = structlog.get_logger(__name__)
 
 
 class LoadingProgress:
-    """A `worker_svc.runner.base.Progress`; may be called from any thread while it is open."""
+    """A `Progress` to be called while it is open."""
 
     def __init__(self, *, terminal: bool) -> None:
         self._terminal = terminal
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        self._bars = Progress(*columns, console=Console(stderr=True, force_terminal=terminal), transient=True)
-        self._task: TaskID | None = None
+        columns = (
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.TaskProgressColumn(),
+            bars.TimeElapsedColumn(),
+        )
+        console = Console(stderr=True, force_terminal=terminal)
+        self._bars = bars.Progress(*columns, console=console, transient=True)
+        self._task: bars.TaskID | None = None
         self._what = ""
         self._logged = 0.0
 

@@ -1,0 +1,1 @@
+"""What each family of Llama-like models has of its own."""
