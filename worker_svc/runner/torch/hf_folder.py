@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from octavo.sampling import SamplingParams
+from octavo.sampling import SCALARS, SamplingParams
 from safetensors import SafetensorError, safe_open
 
 from worker_svc.errors import ModelLoadError
@@ -17,7 +17,7 @@ from worker_svc.runner.torch.config import parse_config
 
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_DEFAULTS: Final = tuple(name for name, scalar in SCALARS.items() if scalar.of_model)
 
 
 def open_hf_folder(folder: Path) -> Checkpoint:
