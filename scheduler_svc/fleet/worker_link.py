@@ -20,9 +20,9 @@ from octavo.protocol.convert import (
     keys_to_proto,
     leaders_of,
     plan_to_proto,
+    pool_from_proto,
     report_from_proto,
 )
-from octavo.protocol.convert_pool import pool_from_proto
 from octavo.protocol.proxy import proxy_of, proxy_options
 from octavo.protocol.steps import PROTOCOL_VERSION, Plan
 from octavo.protocol.transport import CLIENT_OPTIONS

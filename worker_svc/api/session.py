@@ -17,9 +17,9 @@ from octavo.protocol.convert import (
     keys_from_proto,
     keys_to_proto,
     plan_from_proto,
+    pool_to_proto,
     report_to_proto,
 )
-from octavo.protocol.convert_pool import pool_to_proto
 from octavo.protocol.steps import PROTOCOL_VERSION, Admit, Plan, PoolReport, Refused, RefuseReason, Report
 from octavo.v1 import worker_pb2
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
-from octavo.protocol.convert_pool import pool_from_proto, pool_to_proto
 from octavo.protocol.convert_sampling import (
     ProtocolError,
     sampling_from_proto,
@@ -20,6 +19,7 @@ from octavo.protocol.convert_sampling import (
     structured_from_proto,
     structured_to_proto,
 )
+from octavo.protocol.scalars import Scalars, given
 from octavo.protocol.steps import (
     KEY_BYTES,
     Admit,
@@ -29,6 +29,7 @@ from octavo.protocol.steps import (
     Geometry,
     KeyEvents,
     Plan,
+    PoolReport,
     Priority,
     Refused,
     RefuseReason,
@@ -37,6 +38,7 @@ from octavo.protocol.steps import (
     StepError,
     StepStatus,
     StepTiming,
+    TierCopies,
     TokenLogprobs,
 )
 from octavo.v1 import common_pb2, worker_pb2
@@ -71,6 +73,11 @@ __all__ = [
 _E = TypeVar("_E", bound=enum.IntEnum)
 _WORTH_SHARING = 64
 """Tokens of a prompt from which on it is not sent again for the next admission of a plan."""
+_GEOMETRY = Scalars(Geometry, worker_pb2.Geometry)
+_POOL = Scalars(PoolReport, worker_pb2.PoolReport, "copies")
+_COPIES = Scalars(TierCopies, worker_pb2.TierCopies)
+_TIMING = Scalars(StepTiming, worker_pb2.StepTiming)
+_ADMITTED = Scalars(Admitted, worker_pb2.Admitted)
 
 
 def _member(kind: type[_E], value: int, field: str) -> _E:
@@ -212,10 +219,10 @@ def admit_from_proto(message: worker_pb2.Admit, leaders: Mapping[int, Admit] | N
         sampling=sampling,
         choice=message.choice,
         keys=keys,
-        reserve_tokens=message.reserve_tokens if message.HasField("reserve_tokens") else None,
+        reserve_tokens=given(message, "reserve_tokens"),
         hold_after_finish=message.hold_after_finish,
         priority=priority_from_proto(message.priority, "admit.priority"),
-        adapter=message.adapter if message.HasField("adapter") else None,
+        adapter=given(message, "adapter"),
     )
 
 
@@ -267,7 +274,7 @@ def plan_from_proto(message: worker_pb2.Plan) -> Plan:
         skip=skip,
         seal=tuple([_seal_from_proto(seal) for seal in message.seal]),
         release=release,
-        resume_after=message.resume_after if message.HasField("resume_after") else None,
+        resume_after=given(message, "resume_after"),
     )
 
 
@@ -282,27 +289,25 @@ def _seal_from_proto(message: worker_pb2.Seal) -> tuple[int, int, bytes]:
 
 def geometry_to_proto(geometry: Geometry) -> worker_pb2.Geometry:
     """Convert the shape of a KV memory."""
-    return worker_pb2.Geometry(
-        block_size=geometry.block_size,
-        num_blocks=geometry.num_blocks,
-        num_host_blocks=geometry.num_host_blocks,
-        block_bytes=geometry.block_bytes,
-        paged=geometry.paged,
-        pin_budget_blocks=geometry.pin_budget_blocks,
-    )
+    return _GEOMETRY.to_proto(geometry)
 
 
 def geometry_from_proto(message: worker_pb2.Geometry) -> Geometry:
     """Convert the shape of a KV memory; one without blocks is an error."""
     if message.block_size < 1 or message.num_blocks < 1:
         raise ProtocolError("geometry", "block_size and num_blocks are at least 1")
-    return Geometry(
-        block_size=message.block_size,
-        num_blocks=message.num_blocks,
-        num_host_blocks=message.num_host_blocks,
-        block_bytes=message.block_bytes,
-        paged=message.paged,
-        pin_budget_blocks=message.pin_budget_blocks,
+    return _GEOMETRY.from_proto(message)
+
+
+def pool_to_proto(pool: PoolReport) -> worker_pb2.PoolReport:
+    """Convert the state of a pool."""
+    return _POOL.to_proto(pool, copies=None if pool.copies is None else _COPIES.to_proto(pool.copies))
+
+
+def pool_from_proto(message: worker_pb2.PoolReport) -> PoolReport:
+    """Convert the state of a pool."""
+    return _POOL.from_proto(
+        message, copies=_COPIES.from_proto(message.copies) if message.HasField("copies") else None
     )
 
 
@@ -322,30 +327,6 @@ def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
     top_token_ids, top_logprobs = tuple(message.top_token_ids), tuple(message.top_logprobs)
     _same_length("top_logprobs", top_logprobs, "top_token_ids", top_token_ids)
     return TokenLogprobs(message.token_id, message.logprob, message.rank, top_token_ids, top_logprobs)
-
-
-def _timing_to_proto(timing: StepTiming) -> worker_pb2.StepTiming:
-    return worker_pb2.StepTiming(
-        execute_us=timing.execute_us,
-        bubble_us=timing.bubble_us,
-        overhead_us=timing.overhead_us,
-        copy_us=timing.copy_us,
-        num_decodes=timing.num_decodes,
-        num_prefill_tokens=timing.num_prefill_tokens,
-        context_tokens=timing.context_tokens,
-    )
-
-
-def _timing_from_proto(message: worker_pb2.StepTiming) -> StepTiming:
-    return StepTiming(
-        message.execute_us,
-        message.bubble_us,
-        message.overhead_us,
-        message.copy_us,
-        message.num_decodes,
-        message.num_prefill_tokens,
-        message.context_tokens,
-    )
 
 
 def _key_events_to_proto(events: KeyEvents) -> worker_pb2.KeyEvents | None:
@@ -401,14 +382,7 @@ def report_to_proto(report: Report) -> worker_pb2.Report:
             )
             for entry in report.refused
         ],
-        admitted=[
-            worker_pb2.Admitted(
-                handle=entry.handle,
-                cached_tokens=entry.cached_tokens,
-                host_cached_tokens=entry.host_cached_tokens,
-            )
-            for entry in report.admitted
-        ],
+        admitted=map(_ADMITTED.to_proto, report.admitted),
         released=report.released,
         prefilled_handles=[handle for handle, _ in report.prefilled],
         prefilled_tokens=[tokens for _, tokens in report.prefilled],
@@ -416,7 +390,7 @@ def report_to_proto(report: Report) -> worker_pb2.Report:
         key_events=_key_events_to_proto(report.key_events),
         live_count=report.live_count,
         digest=report.digest,
-        timing=_timing_to_proto(report.timing),
+        timing=_TIMING.to_proto(report.timing),
         errors=[
             worker_pb2.StepError(handles=error.handles, kind=error.kind, message=_text(error.message))
             for error in report.errors
@@ -468,16 +442,11 @@ def report_from_proto(message: worker_pb2.Report) -> Report:
                 for entry in message.refused
             ]
         ),
-        admitted=tuple(
-            [
-                Admitted(entry.handle, entry.cached_tokens, entry.host_cached_tokens)
-                for entry in message.admitted
-            ]
-        ),
+        admitted=tuple(map(_ADMITTED.from_proto, message.admitted)),
         released=tuple(message.released[:]),
         prefilled=tuple(zip(message.prefilled_handles, message.prefilled_tokens, strict=True)),
         key_events=_key_events_from_proto(message.key_events),
-        timing=_timing_from_proto(message.timing),
+        timing=_TIMING.from_proto(message.timing),
         errors=tuple(
             [StepError(tuple(error.handles), error.kind, error.message) for error in message.errors]
         ),
@@ -489,5 +458,5 @@ def _finished_from_proto(message: worker_pb2.FinishedSequence) -> Finished:
     return Finished(
         message.handle,
         finish_reason_from_proto(message.reason, "finished.reason"),
-        message.stop_token_id if message.HasField("stop_token_id") else None,
+        given(message, "stop_token_id"),
     )

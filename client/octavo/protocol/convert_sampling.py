@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.protocol.scalars import given
 from octavo.sampling import SCALARS, SamplingParams, StructuredOutput
 from octavo.v1 import common_pb2
 
@@ -32,7 +33,7 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     """Convert without checking ranges: that is `SamplingParams.violations()`."""
-    fields: dict[str, Any] = {name: getattr(message, name) for name in SCALARS if message.HasField(name)}
+    fields: dict[str, Any] = {name: given(message, name) for name in SCALARS}
     if message.logit_bias:
         fields["logit_bias"] = dict(message.logit_bias)
     if message.stop:
