@@ -134,6 +134,8 @@ class StatusService:
         try:
             await asyncio.gather(*(link.inject_faults(forwarded) for link in links))
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise ServiceError.invalid(("faults", f"a worker refuses: {error.details()}")) from None
             raise ServiceError("FAULTS_DISABLED", f"a worker refuses: {error.details()}") from None
         return operations_pb2.SetFaultsResponse()
 

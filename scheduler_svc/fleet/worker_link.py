@@ -23,6 +23,7 @@ from octavo.protocol.convert import (
     pool_from_proto,
     report_from_proto,
 )
+from octavo.protocol.later import unknown_fields
 from octavo.protocol.proxy import proxy_of, proxy_options
 from octavo.protocol.steps import PROTOCOL_VERSION, Plan
 from octavo.protocol.transport import CLIENT_OPTIONS
@@ -303,6 +304,8 @@ class WorkerLink:
                 case "draining":
                     self._become("draining")
                     driver.worker_draining(worker_id)
+                case None if numbers := unknown_fields(message):
+                    self._log.warning("unknown_message_ignored", worker_id=worker_id, fields=numbers)
                 case other:
                     raise _Unusable(f"it sent {other} out of turn")
 

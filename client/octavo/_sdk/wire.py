@@ -337,7 +337,7 @@ def status(message: operations_pb2.Status) -> Status:
         queues=tuple(
             QueueStatus(
                 one.model,
-                Priority(one.priority or Priority.STANDARD),
+                _queue_priority(one.priority),
                 one.waiting,
                 one.waiting_tokens,
                 one.oldest_wait_ms / 1000,
@@ -360,6 +360,13 @@ def status(message: operations_pb2.Status) -> Status:
         key_file_problem=given(message, "key_file_problem"),
         pins=tuple(PinStatus(one.name, one.model, one.blocks, tuple(one.workers)) for one in message.pins),
     )
+
+
+def _queue_priority(value: int) -> Priority | None:
+    try:
+        return Priority(value or Priority.STANDARD)
+    except ValueError:
+        return None
 
 
 def audit(message: operations_pb2.WorkerAudit) -> WorkerAudit:

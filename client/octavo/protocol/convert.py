@@ -3,12 +3,14 @@
 `x_to_proto` takes a record that its owner holds to be right. `x_from_proto` takes what came from the
 network and raises `ProtocolError` when it is not what `worker.proto` promises, so that nobody behind
 it checks again. Token arrays stay packed: no object is made per token.
+
+What a later version may say is no error of the sender: see "Later versions" in docs/protocol.md.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
@@ -47,7 +49,6 @@ __all__ = [
     "ProtocolError",
     "admit_from_proto",
     "admit_to_proto",
-    "finish_reason_from_proto",
     "finish_reason_to_proto",
     "geometry_from_proto",
     "geometry_to_proto",
@@ -85,6 +86,11 @@ def _member(kind: type[_E], value: int, field: str) -> _E:
         return kind(value)
     except ValueError:
         raise ProtocolError(field, f"unknown value {value}") from None
+
+
+def _known(kind: type[_E], value: int, field: str, later: _E) -> _E:
+    """Return the member, or `later` for one that only a later version knows."""
+    return later if value > max(kind) else _member(kind, value, field)
 
 
 def _same_length(field: str, values: Seq[object], other: str, others: Seq[object]) -> None:
@@ -137,11 +143,6 @@ def priority_from_proto(value: int, field: str = "priority") -> Priority:
 def finish_reason_to_proto(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
     """Convert; the numbers are the same."""
     return common_pb2.FinishReason.ValueType(reason)
-
-
-def finish_reason_from_proto(value: int, field: str = "reason") -> FinishReason:
-    """Convert; unspecified is an error."""
-    return _member(FinishReason, value, field)
 
 
 # Plans
@@ -402,8 +403,10 @@ def report_to_proto(report: Report) -> worker_pb2.Report:
 def report_from_proto(message: worker_pb2.Report) -> Report:
     """Convert a report.
 
+    Enum values of a later version are read as what does least harm; `errors` names those that fail something.
+
     Raises:
-        ProtocolError: parallel arrays differ in length, counts do not add up, or an enum is unknown.
+        ProtocolError: parallel arrays differ in length, counts do not add up, or an enum is not set.
     """
     token_handles, token_counts = tuple(message.token_handles[:]), tuple(message.token_counts[:])
     first_positions, token_ids = tuple(message.first_positions[:]), tuple(message.token_ids[:])
@@ -417,7 +420,7 @@ def report_from_proto(message: worker_pb2.Report) -> Report:
     _same_length("prefilled_tokens", message.prefilled_tokens, "prefilled_handles", message.prefilled_handles)
     return Report(
         step=message.step,
-        status=_member(StepStatus, message.status, "status"),
+        status=_known(StepStatus, message.status, "status", later=StepStatus.FAILED),
         pool=pool_from_proto(message.pool),
         live_count=message.live_count,
         digest=message.digest,
@@ -430,33 +433,42 @@ def report_from_proto(message: worker_pb2.Report) -> Report:
             for entry in message.logprobs
         },
         finished=tuple([_finished_from_proto(entry) for entry in message.finished]),
-        stalled=tuple(
-            [
-                (entry.handle, _member(StallReason, entry.reason, "stalled.reason"))
-                for entry in message.stalled
-            ]
-        ),
-        refused=tuple(
-            [
-                Refused(entry.handle, _member(RefuseReason, entry.reason, "refused.reason"), entry.detail)
-                for entry in message.refused
-            ]
-        ),
+        stalled=tuple([_stalled_from_proto(entry) for entry in message.stalled]),
+        refused=tuple([_refused_from_proto(entry) for entry in message.refused]),
         admitted=tuple(map(_ADMITTED.from_proto, message.admitted)),
         released=tuple(message.released[:]),
         prefilled=tuple(zip(message.prefilled_handles, message.prefilled_tokens, strict=True)),
         key_events=_key_events_from_proto(message.key_events),
         timing=_TIMING.from_proto(message.timing),
-        errors=tuple(
-            [StepError(tuple(error.handles), error.kind, error.message) for error in message.errors]
+        errors=(
+            *[StepError(tuple(error.handles), error.kind, error.message) for error in message.errors],
+            *_not_understood(message),
         ),
         simulated=message.simulated,
     )
 
 
 def _finished_from_proto(message: worker_pb2.FinishedSequence) -> Finished:
-    return Finished(
-        message.handle,
-        finish_reason_from_proto(message.reason, "finished.reason"),
-        given(message, "stop_token_id"),
-    )
+    if not message.reason:
+        raise ProtocolError("finished.reason", "must be set")
+    reason = FinishReason(message.reason) or FinishReason.ERROR
+    return Finished(message.handle, reason, given(message, "stop_token_id"))
+
+
+def _stalled_from_proto(message: worker_pb2.Stalled) -> tuple[int, StallReason]:
+    return message.handle, _known(StallReason, message.reason, "stalled.reason", later=StallReason.NO_BLOCK)
+
+
+def _refused_from_proto(message: worker_pb2.Refused) -> Refused:
+    reason = _known(RefuseReason, message.reason, "refused.reason", later=RefuseReason.UNSUPPORTED)
+    return Refused(message.handle, reason, message.detail)
+
+
+def _not_understood(message: worker_pb2.Report) -> Iterator[StepError]:
+    """Yield an error for each value of a later version that fails a sequence, or the step."""
+    for entry in message.finished:
+        if not FinishReason(entry.reason):
+            problem = f"it ended for the unknown reason {entry.reason}"
+            yield StepError((entry.handle,), "UNKNOWN_VALUE", problem)
+    if message.status > max(StepStatus):
+        yield StepError((), "UNKNOWN_VALUE", f"the unknown step status {message.status}")

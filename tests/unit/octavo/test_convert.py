@@ -192,8 +192,9 @@ def test_plan_from_noise_is_read_or_refused_and_nothing_else(noise: bytes) -> No
 )
 def test_enum_has_the_names_and_numbers_of_the_proto(kind: Any, prefix: Any) -> None:
     wire = {name: number for name, number in prefix.items() if number}
-    assert list(wire.values()) == [member.value for member in kind]
-    assert all(name.endswith(f"_{member.name}") for name, member in zip(wire, kind, strict=True))
+    known = [member for member in kind if member.value]
+    assert list(wire.values()) == [member.value for member in known]
+    assert all(name.endswith(f"_{member.name}") for name, member in zip(wire, known, strict=True))
 
 
 def admit(**changes: object) -> worker_pb2.Admit:
