@@ -297,6 +297,7 @@ class WorkerLink:
 
     async def _read_reports(self, call: _Call, worker_id: str) -> None:
         driver = self._context.driver
+        noted = False
         while (message := await self._read(call)) is not None:
             match message.WhichOneof("message"):
                 case "report":
@@ -305,7 +306,9 @@ class WorkerLink:
                     self._become("draining")
                     driver.worker_draining(worker_id)
                 case None if numbers := unknown_fields(message):
-                    self._log.warning("unknown_message_ignored", worker_id=worker_id, fields=numbers)
+                    if not noted:
+                        self._log.warning("unknown_message_ignored", worker_id=worker_id, fields=numbers)
+                    noted = True
                 case other:
                     raise _Unusable(f"it sent {other} out of turn")
 
