@@ -172,11 +172,10 @@ def test_every_parameter_is_in_the_docs(page: str) -> None:
 def end_of(reason: FinishReason) -> Call:
     """A request of the SDK whose choice has ended for this reason."""
     call = Call(pb.GenerateRequest(request_id="r"), lambda: None)
-    for event in (
-        {"delta": pb.Delta(text="said", token_ids=[1])},
-        {"finished": pb.Finished(reason=reason.value)},
-    ):  # type: ignore[arg-type]  # the same numbers
-        call.apply(pb.RequestEvent(request_id="r", **event), None)  # type: ignore[arg-type]
+    said = pb.Delta(text="said", token_ids=[1])
+    finished = pb.Finished(reason=common_pb2.FinishReason.ValueType(reason.value))
+    for event in (pb.RequestEvent(delta=said), pb.RequestEvent(finished=finished)):
+        call.apply(event, None)
     assert call.done
     return call
 
