@@ -7,6 +7,7 @@ Conversion, defaults, checks and flags of the command line follow from that.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -37,14 +38,14 @@ class Scalar:
     flag_help: str = ""
     """What its flag of the command line does; it has none when this is empty."""
 
-    def problem_of(self, value: float) -> str | None:
-        """Return what is wrong with a value, or None."""
-        if self.kind is bool:
-            return None
-        too_low = value <= self.low if self.above_low else value < self.low
-        finite = self.kind is int or math.isfinite(value)
-        if finite and not too_low and value <= self.high:
-            return None
+    @property
+    def range(self) -> tuple[float, float]:
+        """The least and the greatest value, which are within the range."""
+        least = math.nextafter(self.low, math.inf) if self.above_low else self.low
+        return least, min(self.high, sys.float_info.max)
+
+    def problem_of(self, value: float) -> str:
+        """Return what is wrong with a value out of range."""
         if self.kind is int:
             return f"must be in [{self.low}, {self.high}], got {value}"
         bounds = f"{'(' if self.above_low else '['}{self.low:g}, {self.high:g}"
@@ -91,10 +92,10 @@ class SamplingParams:
     def violations(self) -> list[tuple[str, str]]:
         """Return (field, what is wrong) for each field out of range."""
         found: list[tuple[str, str]] = []
-        for name, scalar in SCALARS.items():
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and (problem := scalar.problem_of(value)) is not None:
-                found.append((name, problem))
+            if value is not None and not least <= value <= most:
+                found.append((name, SCALARS[name].problem_of(value)))
         if (
             self.min_tokens is not None
             and self.max_tokens is not None
@@ -158,6 +159,7 @@ SCALARS: Final[Mapping[str, Scalar]] = {
     "logprobs": Scalar(int, high=MAX_LOGPROBS),
 }
 """The parameters that are one number or one flag."""
+_RANGES: Final = {name: scalar.range for name, scalar in SCALARS.items()}
 NEUTRAL: Final = SamplingParams(**{name: scalar.neutral for name, scalar in SCALARS.items()})  # type: ignore[arg-type]  # by the table
 """What a request gets that neither says nor finds in the model's generation_config."""
 
