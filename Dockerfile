@@ -20,6 +20,7 @@ RUN if [ -n "$TORCH" ]; then \
     fi
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
+COPY protos protos
 COPY client client
 COPY scheduler_svc scheduler_svc
 COPY worker_svc worker_svc

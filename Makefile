@@ -9,6 +9,10 @@ TESTS := $(wildcard tests/unit tests/sim tests/e2e tests/perf)
 MACHINES := tests/sim/test_state_machine.py tests/unit/worker/engine/test_engine_machine.py \
   tests/unit/worker/kv/test_memory_machine.py
 
+# The contract of the last release: protos/ may grow beyond it and never take anything back. At a release
+# build the new one (`.venv/bin/buf build --exclude-source-info -o protos/released/VERSION.binpb`), name it here, drop the old one.
+RELEASED := protos/released/0.1.0.binpb
+
 .DEFAULT_GOAL := help
 .PHONY: help setup vllm clients demo test explore lint format proto scorecard clean
 
@@ -54,6 +58,7 @@ lint: .venv/.installed ## check style, types, contract and generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/buf lint
+	$(BIN)/buf breaking --against $(RELEASED)
 	scripts/check_proto.sh
 
 format: .venv/.installed ## put the code into shape

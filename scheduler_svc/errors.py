@@ -7,16 +7,9 @@ from types import MappingProxyType
 from typing import Final
 
 import grpc
-from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
 from octavo.v1 import common_pb2
 
 from scheduler_svc.core.errors import CoreError, Reason
-
-DOMAIN: Final = "octavo"
-STATUS_KEY: Final = "grpc-status-details-bin"
-ERROR_KEY: Final = "octavo-error-bin"
-"""Trailing metadata with the serialized `octavo.v1.Error`, for clients without googleapis."""
 
 _NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 # Trailing metadata beyond 8 KiB may be dropped on the way, and the facts travel three times in it.
@@ -120,44 +113,6 @@ class ServiceError(Exception):
         if self.retry_after_s is not None:
             proto.retry_delay_ms = round(self.retry_after_s * 1000)
         return proto
-
-
-def status_of(error: common_pb2.Error) -> status_pb2.Status:
-    """Return the same facts in the rich error model."""
-    details: list[any_pb2.Any] = []
-
-    def attach(
-        detail: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo | error_details_pb2.BadRequest,
-    ) -> None:
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        details.append(packed)
-
-    attach(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))
-    if error.HasField("retry_delay_ms"):
-        retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromMilliseconds(error.retry_delay_ms)
-        attach(retry)
-    if error.violations:
-        attach(
-            error_details_pb2.BadRequest(
-                field_violations=[
-                    error_details_pb2.BadRequest.FieldViolation(
-                        field=violation.field, description=violation.description
-                    )
-                    for violation in error.violations
-                ]
-            )
-        )
-    return status_pb2.Status(code=error.code, message=error.message, details=details)
-
-
-def trailing_metadata(error: common_pb2.Error) -> tuple[tuple[str, bytes], ...]:
-    """Return the metadata that carries an error beside the status."""
-    return (
-        (STATUS_KEY, status_of(error).SerializeToString()),
-        (ERROR_KEY, error.SerializeToString()),
-    )
 
 
 def _clean(text: str, limit: int) -> str:

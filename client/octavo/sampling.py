@@ -1,18 +1,55 @@
-"""How to pick the next token and when to stop: one record for client, scheduler and worker."""
+"""How to pick the next token and when to stop: one record for client, scheduler and worker.
+
+A parameter that is one number or one flag is described here once, with its range and its neutral value.
+Conversion, defaults, checks and flags of the command line follow from that.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Final, TypedDict
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
+_MAX_INT = 2**31 - 1
 _EMPTY: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """What is to be known of a parameter that is one number or one flag."""
+
+    kind: type[float | int | bool]
+    low: float = 0
+    high: float = math.inf
+    above_low: bool = False
+    """`low` itself is out of range."""
+    neutral: float | None = None
+    """In force when neither the request nor the model says a value; None where it stays open."""
+    of_model: bool = False
+    """A Hugging Face generation_config.json may say it."""
+    flag_help: str = ""
+    """What its flag of the command line does; it has none when this is empty."""
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The least and the greatest value, which are within the range."""
+        least = math.nextafter(self.low, math.inf) if self.above_low else self.low
+        return least, min(self.high, sys.float_info.max)
+
+    def problem_of(self, value: float) -> str:
+        """Return what is wrong with a value out of range."""
+        if self.kind is int:
+            return f"must be in [{self.low}, {self.high}], got {value}"
+        bounds = f"{'(' if self.above_low else '['}{self.low:g}, {self.high:g}"
+        return f"must be a finite number in {bounds}{']' if self.high < math.inf else ')'}, got {value}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +92,10 @@ class SamplingParams:
     def violations(self) -> list[tuple[str, str]]:
         """Return (field, what is wrong) for each field out of range."""
         found: list[tuple[str, str]] = []
-        for name, low, high, open_low in (
-            ("temperature", 0.0, math.inf, False),
-            ("top_p", 0.0, 1.0, True),
-            ("min_p", 0.0, 1.0, False),
-            ("repetition_penalty", 0.0, math.inf, True),
-            ("presence_penalty", -2.0, 2.0, False),
-            ("frequency_penalty", -2.0, 2.0, False),
-        ):
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            if value is None:
-                continue
-            too_low = value <= low if open_low else value < low
-            if not math.isfinite(value) or too_low or value > high:
-                bounds = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if high < math.inf else ')'}"
-                found.append((name, f"must be a finite number in {bounds}, got {value}"))
-        for name, least, most in (
-            ("top_k", 0, 2**31 - 1),
-            ("seed", 0, MAX_SEED),
-            ("min_tokens", 0, 2**31 - 1),
-            ("max_tokens", 1, 2**31 - 1),
-            ("n", 1, MAX_N),
-            ("logprobs", 0, MAX_LOGPROBS),
-        ):
-            count = getattr(self, name)
-            if count is not None and not least <= count <= most:
-                found.append((name, f"must be in [{least}, {most}], got {count}"))
+            if value is not None and not least <= value <= most:
+                found.append((name, SCALARS[name].problem_of(value)))
         if (
             self.min_tokens is not None
             and self.max_tokens is not None
@@ -100,3 +115,72 @@ class SamplingParams:
             if not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
                 found.append(("logit_bias", f"must be in [-100, 100], got {bias} for token {token_id}"))
         return found
+
+    def completed_by(self, defaults: SamplingParams) -> SamplingParams:
+        """Return these parameters with the defaults for those numbers and flags that are None."""
+        missing = {name: getattr(defaults, name) for name in SCALARS if getattr(self, name) is None}
+        return replace(self, **missing)
+
+
+SCALARS: Final[Mapping[str, Scalar]] = {
+    "temperature": Scalar(
+        float, neutral=1.0, of_model=True, flag_help="0 is greedy; absent takes the model's own"
+    ),
+    "top_p": Scalar(
+        float,
+        high=1,
+        above_low=True,
+        neutral=1.0,
+        of_model=True,
+        flag_help="keep the smallest set of tokens with this probability",
+    ),
+    "top_k": Scalar(
+        int, high=_MAX_INT, neutral=0, of_model=True, flag_help="keep this many most likely tokens"
+    ),
+    "min_p": Scalar(
+        float,
+        high=1,
+        neutral=0.0,
+        of_model=True,
+        flag_help="keep tokens with this share of the best one's probability",
+    ),
+    "repetition_penalty": Scalar(
+        float, above_low=True, neutral=1.0, of_model=True, flag_help="divide the logits of tokens seen before"
+    ),
+    "presence_penalty": Scalar(
+        float, -2, 2, neutral=0.0, flag_help="subtract from the logits of tokens in the output, once"
+    ),
+    "frequency_penalty": Scalar(float, -2, 2, neutral=0.0, flag_help="subtract from them for each time"),
+    "seed": Scalar(int, high=MAX_SEED, flag_help="random stream; the same seed gives the same output"),
+    "min_tokens": Scalar(int, high=_MAX_INT, neutral=0, flag_help="no stop before this many output tokens"),
+    "max_tokens": Scalar(int, 1, _MAX_INT, flag_help="output tokens at most"),
+    "ignore_eos": Scalar(bool, neutral=False),
+    "n": Scalar(int, 1, MAX_N, neutral=1),
+    "logprobs": Scalar(int, high=MAX_LOGPROBS),
+}
+"""The parameters that are one number or one flag."""
+_RANGES: Final = {name: scalar.range for name, scalar in SCALARS.items()}
+NEUTRAL: Final = SamplingParams(**{name: scalar.neutral for name, scalar in SCALARS.items()})  # type: ignore[arg-type]  # by the table
+"""What a request gets that neither says nor finds in the model's generation_config."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The parameters as keywords of the SDK."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    logit_bias: Mapping[int, float]
+    min_tokens: int
+    max_tokens: int
+    ignore_eos: bool
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    n: int
+    logprobs: int
+    structured: StructuredOutput

@@ -14,7 +14,8 @@ class QueueStatus:
     """Sequences that wait for one model in one class."""
 
     model: str
-    priority: Priority
+    priority: Priority | None
+    """None for a class that only a later version knows."""
     waiting: int
     waiting_tokens: int
     oldest_wait_s: float

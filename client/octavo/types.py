@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from octavo.protocol.steps import FinishReason, Priority, TokenLogprobs
-from octavo.sampling import SamplingParams, StructuredOutput
+from octavo.sampling import SamplingOptions, SamplingParams
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -31,33 +31,16 @@ Messages = str | Sequence[ChatMessage | Mapping[str, Any]]
 """A conversation; plain text is one turn of the user."""
 
 
-class GenerateOptions(TypedDict, total=False):
+class GenerateOptions(SamplingOptions, total=False):
     """Everything about a request but its input. What is absent takes the model's or the class's default.
 
-    Sampling fields mean what they mean in `SamplingParams`, and override those of `sampling`.
+    Those of `SamplingOptions` mean what they mean in `SamplingParams`, and override those of `sampling`.
     """
 
     model: str
     request_id: str
     """Unique among the live requests of the service; drawn when absent."""
     sampling: SamplingParams
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int
-    logit_bias: Mapping[int, float]
-    min_tokens: int
-    max_tokens: int
-    ignore_eos: bool
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    n: int
-    logprobs: int
-    structured: StructuredOutput
     priority: Priority | PriorityName
     queue_timeout: float
     """Longest wait in the queue, in seconds. 0: start at once or not at all."""

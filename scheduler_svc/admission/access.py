@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Final
 from urllib.parse import unquote
 
-from grpc_channelz.v1 import channelz_pb2
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from octavo.keys import Key, KeyFile, Role, Tenant
@@ -19,7 +18,6 @@ from scheduler_svc.observe.metrics import SchedulerMetrics
 
 GENERATION: Final = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 OPERATIONS: Final = operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name
-CHANNELZ: Final = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 ANONYMOUS: Final = Tenant("anonymous")
 """Everybody's tenant where there is no key file."""
 

@@ -7,12 +7,13 @@ import time
 from array import array
 from typing import Final
 
+from octavo.service.status import Context, abort
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.admission.access import bearer_key
 from scheduler_svc.admission.admission import Admission
 from scheduler_svc.api.parsing import Malformed, accept
-from scheduler_svc.api.rpc import Context, abort, answering, rpc_deadline
+from scheduler_svc.api.rpc import answering, rpc_deadline
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.fleet.models import ModelRegistry, ServedModel

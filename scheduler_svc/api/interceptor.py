@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from octavo.service.status import Context, abort
 
 from scheduler_svc.admission.access import Access
-from scheduler_svc.api.rpc import Context, abort
 from scheduler_svc.errors import ServiceError
 
 
@@ -38,7 +38,7 @@ def _refuse(handler: grpc.RpcMethodHandler[Any, Any], error: ServiceError) -> gr
     """Return a handler for the same kind of call that says no."""
 
     async def refuse(_: object, context: Context) -> None:
-        await abort(context, error)
+        await abort(context, error.to_proto())
 
     make: Callable[..., grpc.RpcMethodHandler[Any, Any]]
     match (handler.request_streaming, handler.response_streaming):

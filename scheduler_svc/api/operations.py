@@ -11,13 +11,14 @@ from typing import Any, Final, TypeVar
 import grpc
 from octavo.keys import Role
 from octavo.protocol.convert import keys_from_proto
+from octavo.service.status import Context
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import operations_pb2, worker_pb2
 
 from scheduler_svc.admission.access import OPERATIONS, Access, bearer_key
 from scheduler_svc.admission.admission import InputProcessor
 from scheduler_svc.api.parsing import Malformed, accept
-from scheduler_svc.api.rpc import Context, answering
+from scheduler_svc.api.rpc import answering
 from scheduler_svc.api.status import StatusCollector
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
@@ -133,6 +134,8 @@ class StatusService:
         try:
             await asyncio.gather(*(link.inject_faults(forwarded) for link in links))
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise ServiceError.invalid(("faults", f"a worker refuses: {error.details()}")) from None
             raise ServiceError("FAULTS_DISABLED", f"a worker refuses: {error.details()}") from None
         return operations_pb2.SetFaultsResponse()
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import structlog
-from octavo.v1 import common_pb2
+from octavo.service.status import Context, abort
 
-from scheduler_svc.errors import ServiceError, trailing_metadata
+from scheduler_svc.errors import ServiceError
 
 _log = structlog.get_logger()
-_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 _R = TypeVar("_R")
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def answering(
@@ -50,18 +48,3 @@ def rpc_deadline(context: Context, now: float) -> float | None:
     left_s = context.time_remaining()
     # Without a deadline grpc says some hundreds of years.
     return now + left_s if left_s is not None and left_s < 365 * 86400 else None
-
-
-async def abort(context: Context, error: ServiceError | common_pb2.Error) -> NoReturn:
-    """End a call with an error, in the rich error model.
-
-    Raises:
-        AbortError: as grpc wants it.
-        CancelledError: the client has gone.
-    """
-    proto = error.to_proto() if isinstance(error, ServiceError) else error
-    try:
-        await context.abort(_BY_NUMBER[proto.code], proto.message, trailing_metadata(proto))
-    except grpc.aio.InternalError:
-        raise asyncio.CancelledError from None
-    raise AssertionError("abort returns")

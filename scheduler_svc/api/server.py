@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
-from grpc_channelz.v1 import channelz
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-from octavo.service.address import AddressTaken, check_address
+from octavo.service.grpc_port import GrpcPort
 from octavo.v1 import generation_pb2, operations_pb2
 
-from scheduler_svc.admission.access import CHANNELZ, GENERATION, OPERATIONS, Access
+from scheduler_svc.admission.access import GENERATION, OPERATIONS, Access
 from scheduler_svc.api.generation import GenerationService
 from scheduler_svc.api.interceptor import AccessInterceptor
 from scheduler_svc.api.operations import PinService, StatusService
@@ -33,8 +30,6 @@ _OPTIONS: Final = (
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
-    # Two processes must never share a port by accident.
-    ("grpc.so_reuseport", 0),
 )
 
 
@@ -52,28 +47,18 @@ class SchedulerServer:
     """The port."""
 
     def __init__(self, services: Services, max_streams: int, access: Access | None) -> None:
-        self._server = grpc.aio.server(
-            interceptors=() if access is None else (AccessInterceptor(access),),
+        self._port = GrpcPort(
+            (GENERATION, OPERATIONS),
             options=_OPTIONS,
-            maximum_concurrent_rpcs=max_streams,
+            interceptors=() if access is None else (AccessInterceptor(access),),
+            max_streams=max_streams,
         )
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lag
-        self._server.add_generic_rpc_handlers(
+        self._port.server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(GENERATION, _generation_methods(services)),
                 grpc.method_handlers_generic_handler(OPERATIONS, _operations_methods(services)),
             )
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        channelz.add_channelz_servicer(self._server)  # type: ignore[arg-type]  # the stubs lag
-        names = (
-            GENERATION,
-            OPERATIONS,
-            health.SERVICE_NAME,
-            CHANNELZ,
-            reflection.SERVICE_NAME,
-        )
-        reflection.enable_server_reflection(names, self._server)
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and return the port.
@@ -81,16 +66,9 @@ class SchedulerServer:
         Raises:
             AddressTaken: it cannot be had.
         """
-        check_address(host, port)
         await self.set_serving(serving=False)
-        await self._health.set(OPERATIONS, health_pb2.HealthCheckResponse.SERVING)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            bound = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise AddressTaken(f"cannot listen on {address}: {error}") from None
-        await self._server.start()
-        return bound
+        await self._port.set_serving((OPERATIONS,), serving=True)
+        return await self._port.start(host, port)
 
     async def set_serving(self, *, serving: bool) -> None:
         """Tell health checks whether requests can be served: there is a worker, and no drain.
@@ -98,16 +76,11 @@ class SchedulerServer:
         `octavo.v1.Operations` is served for as long as the process lives, so that one can also ask
         whether it does.
         """
-        status = (
-            health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        for service in ("", GENERATION):
-            await self._health.set(service, status)
+        await self._port.set_serving(("", GENERATION), serving=serving)
 
     async def stop(self, grace_s: float) -> None:
         """Stop listening; end what is still open after the grace."""
-        await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
+        await self._port.stop(grace_s)
 
 
 def _generation_methods(services: Services) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:

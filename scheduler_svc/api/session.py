@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
+from octavo.service.status import Context
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.admission.access import bearer_key
 from scheduler_svc.admission.admission import Admission
 from scheduler_svc.api.parsing import Malformed
-from scheduler_svc.api.rpc import Context, answering, rpc_deadline
+from scheduler_svc.api.rpc import answering, rpc_deadline
 from scheduler_svc.core.overload import Level
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError

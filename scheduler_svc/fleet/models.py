@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
 from octavo.protocol.convert import geometry_from_proto
 from octavo.protocol.convert_sampling import sampling_from_proto
-from octavo.sampling import SamplingParams
+from octavo.sampling import NEUTRAL, SamplingParams
 from octavo.v1 import worker_pb2
 from tokenizers import Tokenizer
 
@@ -20,34 +20,6 @@ from scheduler_svc.text.tokenization import TextSpec, special_tokens
 from scheduler_svc.text.tokenizer_pool import TokenizerPool
 
 TOKENIZER_FILE: Final = "tokenizer.json"
-# Defaults for what neither the request nor the model's generation_config sets.
-_NEUTRAL: Final = SamplingParams(
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    min_tokens=0,
-    ignore_eos=False,
-    n=1,
-)
-_SCALARS: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "min_tokens",
-    "max_tokens",
-    "ignore_eos",
-    "n",
-    "logprobs",
-)
 
 
 class IncompatibleWorker(Exception):
@@ -96,10 +68,7 @@ class ServedModel:
 
     def resolve(self, sampling: SamplingParams) -> SamplingParams:
         """Fill what a request leaves open from the model's defaults; seed and max_tokens may stay open."""
-        filled: dict[str, Any] = {
-            name: getattr(self.defaults, name) for name in _SCALARS if getattr(sampling, name) is None
-        }
-        return replace(sampling, **filled)
+        return sampling.completed_by(self.defaults)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +204,7 @@ class ModelRegistry:
             text_key=spec.model,
             has_chat_template=template is not None,
             eos_token_ids=frozenset(description.eos_token_ids),
-            defaults=_complete(sampling_from_proto(description.generation_defaults)),
+            defaults=sampling_from_proto(description.generation_defaults).completed_by(NEUTRAL),
             detokenizer=detokenizer,
         )
 
@@ -243,11 +212,6 @@ class ModelRegistry:
 def _window_detokenizer(tokenizer_json: bytes) -> WindowDetokenizer:
     tokenizer = Tokenizer.from_buffer(tokenizer_json)
     return WindowDetokenizer(tokenizer, special_tokens(tokenizer))
-
-
-def _complete(defaults: SamplingParams) -> SamplingParams:
-    filled = {name: getattr(_NEUTRAL, name) for name in _SCALARS if getattr(defaults, name) is None}
-    return replace(defaults, **filled)
 
 
 def _text_key(description: worker_pb2.WorkerDescription) -> str:

@@ -20,9 +20,10 @@ from octavo.protocol.convert import (
     keys_to_proto,
     leaders_of,
     plan_to_proto,
+    pool_from_proto,
     report_from_proto,
 )
-from octavo.protocol.convert_pool import pool_from_proto
+from octavo.protocol.later import unknown_fields
 from octavo.protocol.proxy import proxy_of, proxy_options
 from octavo.protocol.steps import PROTOCOL_VERSION, Plan
 from octavo.protocol.transport import CLIENT_OPTIONS
@@ -296,6 +297,7 @@ class WorkerLink:
 
     async def _read_reports(self, call: _Call, worker_id: str) -> None:
         driver = self._context.driver
+        noted = False
         while (message := await self._read(call)) is not None:
             match message.WhichOneof("message"):
                 case "report":
@@ -303,6 +305,10 @@ class WorkerLink:
                 case "draining":
                     self._become("draining")
                     driver.worker_draining(worker_id)
+                case None if numbers := unknown_fields(message):
+                    if not noted:
+                        self._log.warning("unknown_message_ignored", worker_id=worker_id, fields=numbers)
+                    noted = True
                 case other:
                     raise _Unusable(f"it sent {other} out of turn")
 

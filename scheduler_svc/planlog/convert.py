@@ -13,12 +13,13 @@ from octavo.protocol.convert import (
     keys_from_proto,
     keys_to_proto,
     plan_to_proto,
+    pool_from_proto,
+    pool_to_proto,
     priority_from_proto,
     priority_to_proto,
     sampling_from_proto,
     sampling_to_proto,
 )
-from octavo.protocol.convert_pool import pool_from_proto, pool_to_proto
 from octavo.protocol.steps import Plan
 from octavo.v1 import planlog_pb2
 from pydantic import TypeAdapter

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from octavo.protocol.steps import FinishReason
 from octavo.v1.planlog_pb2 import PlanLogEntry
 
 from scheduler_svc.core import Effect, FinishChoice, NewRequest, SchedulerCore
@@ -32,7 +31,7 @@ class _Requests:
     def after(self, core: SchedulerCore, entry: PlanLogEntry, effects: list[Effect]) -> None:
         """Note how much a choice has generated."""
         for effect in effects:
-            if isinstance(effect, FinishChoice) and effect.reason in {FinishReason.STOP, FinishReason.LENGTH}:
+            if isinstance(effect, FinishChoice) and effect.reason.is_complete:
                 longest = max(self.output_tokens[effect.request_id], effect.completion_tokens)
                 self.output_tokens[effect.request_id] = longest
 

@@ -6,28 +6,25 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import grpc
 import grpc.aio
 import structlog
-from grpc_channelz.v1 import channelz, channelz_pb2
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from octavo.protocol.convert import ProtocolError
 from octavo.protocol.transport import SERVER_OPTIONS
-from octavo.service.address import AddressTaken, check_address
+from octavo.service.grpc_port import GrpcPort
+from octavo.service.status import Context, abort
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 
 from worker_svc.api.convert import fault_from_proto
 from worker_svc.api.session import HELLO_TIMEOUT_S, SchedulerSession, Sessions
-from worker_svc.api.status import Refusal, abort, malformed
+from worker_svc.api.status import Refusal, malformed
 from worker_svc.engine.faults import Faults
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 LOADING_WAIT_S: Final = 10.0
 """How long `Describe` waits for the model; a scheduler waits a little longer for its answer."""
-Context = grpc.aio.ServicerContext[Any, Any]
 _EXPECTED = {"LOADING", "SCHEDULER_ATTACHED", "STALE_EPOCH", "SUPERSEDED", "DRAINING"}
 """Refusals in the ordinary course: a standby meets them every second."""
 log = structlog.get_logger(__name__)
@@ -76,7 +73,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             return self._open_business().description
         except Refusal as refusal:
-            await abort(context, refusal)
+            await abort(context, refusal.to_proto())
 
     async def Attach(  # type: ignore[override] # reads and writes through the context
         self, request_iterator: object, context: Context
@@ -98,7 +95,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 problem=refusal.message,
                 peer=context.peer(),
             )
-            await abort(context, refusal)
+            await abort(context, refusal.to_proto())
         finally:
             if sessions is not None and session is not None:
                 sessions.close(session)
@@ -119,14 +116,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             log.warning("faults_injected", kinds=[fault.kind for fault in request.faults])
             return worker_pb2.InjectFaultsResponse()
         except Refusal as refusal:
-            await abort(context, refusal)
+            await abort(context, refusal.to_proto())
 
     async def Audit(self, request: worker_pb2.AuditRequest, context: Context) -> worker_pb2.AuditResponse:
         """Verify all books at the next step boundary; the worker goes on whatever is found."""
         try:
             found = await self._open_business().sessions.audit()
         except Refusal as refusal:
-            await abort(context, refusal)
+            await abort(context, refusal.to_proto())
         return worker_pb2.AuditResponse(
             violation=found.violation, blocks=found.num_blocks, check_ms=found.check_s * 1000
         )
@@ -146,21 +143,11 @@ async def _read_hello(context: Context) -> worker_pb2.Hello:
 
 
 class WorkerServer:
-    """The port: the service, health, reflection and channelz."""
+    """The port."""
 
     def __init__(self, service: WorkerService) -> None:
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # the stubs lag
-        worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        channelz.add_channelz_servicer(self._server)  # type: ignore[arg-type] # the stubs lag
-        names = (
-            SERVICE,
-            health.SERVICE_NAME,
-            channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name,
-            reflection.SERVICE_NAME,
-        )
-        reflection.enable_server_reflection(names, self._server)
+        self._port = GrpcPort((SERVICE,), options=SERVER_OPTIONS)
+        worker_pb2_grpc.add_WorkerServicer_to_server(service, self._port.server)
 
     async def start(self, host: str, port: int) -> int:
         """Listen, not yet serving, and return the port.
@@ -168,24 +155,13 @@ class WorkerServer:
         Raises:
             AddressTaken: it cannot be had.
         """
-        check_address(host, port)
         await self.set_serving(serving=False)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            bound = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise AddressTaken(f"cannot listen on {address}: {error}") from None
-        await self._server.start()
-        return bound
+        return await self._port.start(host, port)
 
     async def set_serving(self, *, serving: bool) -> None:
         """Publish through the health service whether work is taken."""
-        status = (
-            health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        for name in ("", SERVICE):
-            await self._health.set(name, status)
+        await self._port.set_serving(("", SERVICE), serving=serving)
 
     async def stop(self, grace_s: float) -> None:
         """Take no new calls and end those that run, after the grace time at the latest."""
-        await self._server.stop(grace_s)
+        await self._port.stop(grace_s)

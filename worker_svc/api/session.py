@@ -17,9 +17,10 @@ from octavo.protocol.convert import (
     keys_from_proto,
     keys_to_proto,
     plan_from_proto,
+    pool_to_proto,
     report_to_proto,
 )
-from octavo.protocol.convert_pool import pool_to_proto
+from octavo.protocol.later import refuse_unknown, unknown_fields
 from octavo.protocol.steps import (
     PROTOCOL_VERSION,
     Admit,
@@ -107,6 +108,7 @@ class SchedulerSession:
         self._next_step = 1
         self._draining = False
         self._closed = False
+        self._unknown_noted = False
         self._turned_away: dict[int, tuple[Refused, ...]] = {}
         # As many reports as plans may be outstanding, and one Draining.
         self._outbox: asyncio.Queue[worker_pb2.WorkerMessage | None] = asyncio.Queue()
@@ -167,11 +169,15 @@ class SchedulerSession:
             kind = message.WhichOneof("message")
             try:
                 if kind == "plan":
-                    self._on_plan(plan_from_proto(message.plan))
+                    refused = refuse_unknown(message.plan)
+                    self._note_unknown(message.plan)
+                    self._on_plan(plan_from_proto(message.plan), refused)
                 elif kind == "cancel":
                     self._loop.call(partial(_cancel, handles=tuple(message.cancel.handles)))
                 elif kind == "pin":
                     self._on_pin(message.pin.name, keys_from_proto(message.pin.keys, "pin.keys"))
+                elif kind is None and unknown_fields(message):
+                    self._note_unknown(message)
                 else:
                     raise ProtocolError("message", f"{kind or 'nothing'} is not expected here")
             except ProtocolError as error:
@@ -181,7 +187,13 @@ class SchedulerSession:
         while (message := await self._outbox.get()) is not None:
             await stream.write(message)
 
-    def _on_plan(self, plan: Plan) -> None:
+    def _note_unknown(self, message: worker_pb2.SchedulerMessage | worker_pb2.Plan) -> None:
+        """Say once in a session that the scheduler asks for what only a later version knows."""
+        if not self._unknown_noted and (numbers := unknown_fields(message)):
+            self._unknown_noted = True
+            log.warning("unknown_fields_ignored", message=message.DESCRIPTOR.name, fields=numbers)
+
+    def _on_plan(self, plan: Plan, unknown: tuple[Refused, ...]) -> None:
         if plan.step != self._next_step:
             message = f"plan of step {plan.step} came when step {self._next_step} was due"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "STEP_OUT_OF_ORDER", message)
@@ -190,13 +202,14 @@ class SchedulerSession:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "WINDOW_EXCEEDED", message)
         self._next_step += 1
         self.outstanding += 1
-        turned_away = tuple(
-            [refused for admit in plan.admit if (refused := self._turn_away(admit)) is not None]
-        )
+        turned_away = {refused.handle: refused for refused in unknown}
+        for admit in plan.admit:
+            if (refused := self._turn_away(admit)) is not None:
+                turned_away[admit.handle] = refused
         if turned_away:
-            self._turned_away[plan.step] = turned_away
-            handles = {refused.handle for refused in turned_away}
-            plan = replace(plan, admit=tuple([admit for admit in plan.admit if admit.handle not in handles]))
+            self._turned_away[plan.step] = tuple(turned_away.values())
+            rest = tuple([admit for admit in plan.admit if admit.handle not in turned_away])
+            plan = replace(plan, admit=rest)
         self._loop.submit(plan, self._on_report)
 
     def _turn_away(self, admit: Admit) -> Refused | None:

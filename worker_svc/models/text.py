@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from octavo.sampling import SamplingParams
+from octavo.sampling import SCALARS, SamplingParams
 
 from worker_svc.errors import ModelLoadError
 
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_DEFAULTS: Final = tuple(name for name, scalar in SCALARS.items() if scalar.of_model)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,21 @@ from collections.abc import Callable
 from typing import Final, Literal
 
 from octavo._sdk import wire
-from octavo.errors import ErrorInfo, OctavoError, RequestCancelledError, error_of
+from octavo.errors import ErrorInfo, OctavoError, error_of
 from octavo.protocol.steps import FinishReason, TokenLogprobs
 from octavo.types import Accepted, Choice, Delta, GenerateResult, Progress
 from octavo.v1 import generation_pb2 as pb
 
 _Bound = Literal["queue_timeout_ms", "ttft_deadline_ms", "deadline_ms"]
 _BOUNDS: Final[tuple[_Bound, ...]] = ("queue_timeout_ms", "ttft_deadline_ms", "deadline_ms")
+_FAILURES: Final = {
+    FinishReason.CANCELLED: ErrorInfo("CANCELLED", "the request was cancelled", 1),
+    FinishReason.DEADLINE: ErrorInfo(
+        "DEADLINE_RUNNING", "the deadline passed while the request was running", 4
+    ),
+    FinishReason.ERROR: ErrorInfo("INTERNAL", "the request failed", 13),
+}
+"""What the reasons mean that are no good ends, where no error says more."""
 GRACE_S: Final = 2.0
 """Beyond its deadline a request gets this long for the service to say in which phase it passed."""
 
@@ -269,12 +277,7 @@ class Call:
 def _error_of(finished: pb.Finished) -> OctavoError | None:
     """Return the error with which a choice ended, if it did not end well."""
     reason = FinishReason(finished.reason)
-    if reason is FinishReason.CANCELLED:
-        return RequestCancelledError("the request was cancelled")
-    if finished.HasField("error"):
+    if reason is not FinishReason.CANCELLED and finished.HasField("error"):
         return error_of(wire.error_info(finished.error))
-    if reason is FinishReason.DEADLINE:
-        return error_of(ErrorInfo("DEADLINE_RUNNING", "the deadline passed while the request was running", 4))
-    if reason is FinishReason.ERROR:
-        return error_of(ErrorInfo("INTERNAL", "the request failed", 13))
-    return None
+    known = _FAILURES.get(reason)
+    return error_of(known) if known is not None else None

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeVar, cast
 
@@ -15,6 +16,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from octavo._sdk.wire import MAX_MESSAGE_BYTES, error_info
 from octavo.errors import ErrorInfo, InvalidRequestError, OctavoError, UnavailableError, error_of
@@ -286,5 +288,6 @@ def from_rpc(error: grpc.aio.AioRpcError) -> OctavoError:
     trailer = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
     value = dict(trailer).get(_ERROR_KEY)
     if isinstance(value, bytes):
-        return error_of(error_info(common_pb2.Error.FromString(value)))
+        with suppress(DecodeError):
+            return error_of(error_info(common_pb2.Error.FromString(value)))
     return error_of(fallback)

@@ -329,7 +329,12 @@ class Transport:
                 self._waiting[call.request_id] = calls.pop(call.request_id)
                 self._move_away(stream, wire.error_info(event.error))
                 continue
-            call.apply(event, stream)
+            try:
+                call.apply(event, stream)
+            except Exception as error:  # noqa: BLE001 - told to the one whose event it is
+                self.cancel(call, InternalError(f"an event of the service could not be read: {error!r}"))
+                calls.pop(call.request_id, None)
+                continue
             has_output = has_output or event.HasField("delta")
             if call.done:
                 del calls[call.request_id]

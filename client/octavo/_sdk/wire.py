@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 from octavo.errors import ErrorInfo, FieldViolation, InvalidRequestError
 from octavo.keys import QUOTAS, Quotas
 from octavo.protocol.convert_sampling import sampling_to_proto
+from octavo.protocol.scalars import Scalars, given
 from octavo.protocol.steps import Priority, TokenLogprobs
 from octavo.sampling import SamplingParams
 from octavo.status import (
@@ -44,6 +45,8 @@ _SAMPLING: Final = frozenset(field.name for field in fields(SamplingParams))
 _SECONDS: Final = ("queue_timeout", "ttft_deadline", "deadline")
 _TERMS: Final = ("may_trim", "keep_head_tokens", "keep_tail_tokens", "may_shed", "cache_salt")
 _PLAIN: Final = ("model", "request_id", "skip_text", "keep_special_tokens", "api_key")
+_POOL: Final = Scalars(PoolStatus, operations_pb2.PoolStatus)
+_TENANT: Final = Scalars(TenantStatus, operations_pb2.TenantStatus, "quotas")
 _CHAT: Final = ("tools", "template_vars", "add_generation_prompt")
 
 
@@ -267,7 +270,7 @@ def accepted(message: pb.Accepted) -> Accepted:
         level=message.level,
         seed=message.seed,
         trimmed_tokens=message.trimmed_tokens,
-        clamped_max_tokens=message.clamped_max_tokens if message.HasField("clamped_max_tokens") else None,
+        clamped_max_tokens=given(message, "clamped_max_tokens"),
     )
 
 
@@ -294,7 +297,7 @@ def usage(message: common_pb2.Usage) -> Usage:
         completion_tokens=message.completion_tokens,
         cached_tokens=message.cached_tokens,
         trimmed_tokens=message.trimmed_tokens,
-        clamped_max_tokens=message.clamped_max_tokens if message.HasField("clamped_max_tokens") else None,
+        clamped_max_tokens=given(message, "clamped_max_tokens"),
     )
 
 
@@ -334,7 +337,7 @@ def status(message: operations_pb2.Status) -> Status:
         queues=tuple(
             QueueStatus(
                 one.model,
-                Priority(one.priority or Priority.STANDARD),
+                _queue_priority(one.priority),
                 one.waiting,
                 one.waiting_tokens,
                 one.oldest_wait_ms / 1000,
@@ -354,17 +357,24 @@ def status(message: operations_pb2.Status) -> Status:
         ),
         tenants=tuple(_tenant(one) for one in message.tenants),
         overload=tuple(_overload(one) for one in message.overload),
-        key_file_problem=message.key_file_problem if message.HasField("key_file_problem") else None,
+        key_file_problem=given(message, "key_file_problem"),
         pins=tuple(PinStatus(one.name, one.model, one.blocks, tuple(one.workers)) for one in message.pins),
     )
+
+
+def _queue_priority(value: int) -> Priority | None:
+    try:
+        return Priority(value or Priority.STANDARD)
+    except ValueError:
+        return None
 
 
 def audit(message: operations_pb2.WorkerAudit) -> WorkerAudit:
     """Convert."""
     return WorkerAudit(
         worker_id=message.worker_id,
-        violation=message.violation if message.HasField("violation") else None,
-        problem=message.problem if message.HasField("problem") else None,
+        violation=given(message, "violation"),
+        problem=given(message, "problem"),
         blocks=message.blocks,
         check_s=message.check_ms / 1000,
     )
@@ -388,10 +398,7 @@ def _rates(message: operations_pb2.Rates) -> Rates:
 
 
 def _overload(message: operations_pb2.OverloadStatus) -> OverloadStatus:
-    def given(name: str) -> Any:
-        return getattr(message, name) if message.HasField(cast("Any", name)) else None
-
-    wait_ms, ttft_ms = given("predicted_wait_ms"), given("predicted_ttft_ms")
+    wait_ms, ttft_ms = given(message, "predicted_wait_ms"), given(message, "predicted_ttft_ms")
     return OverloadStatus(
         model=message.model,
         level=message.level,
@@ -405,19 +412,14 @@ def _overload(message: operations_pb2.OverloadStatus) -> OverloadStatus:
         stalled_s=message.stalled_ms / 1000,
         predicted_wait_s=wait_ms / 1000 if wait_ms is not None else None,
         predicted_ttft_s=ttft_ms / 1000 if ttft_ms is not None else None,
-        trim_prompt_tokens=given("trim_prompt_tokens"),
-        trim_max_tokens=given("trim_max_tokens"),
+        trim_prompt_tokens=given(message, "trim_prompt_tokens"),
+        trim_max_tokens=given(message, "trim_max_tokens"),
     )
 
 
 def _tenant(message: operations_pb2.TenantStatus) -> TenantStatus:
-    quotas = {
-        name: getattr(message.quotas, name) for name in QUOTAS if message.quotas.HasField(cast("Any", name))
-    }
-    counts = {
-        field.name: getattr(message, field.name) for field in fields(TenantStatus) if field.name != "quotas"
-    }
-    return TenantStatus(**counts, quotas=Quotas(**quotas))
+    quotas = Quotas(**{name: given(message.quotas, name) for name in QUOTAS})
+    return _TENANT.from_proto(message, quotas=quotas)
 
 
 def _worker(message: operations_pb2.WorkerStatus) -> WorkerStatus:
@@ -427,7 +429,7 @@ def _worker(message: operations_pb2.WorkerStatus) -> WorkerStatus:
         model=message.model,
         state=message.state,
         running=message.running,
-        pool=PoolStatus(**{field.name: getattr(message.pool, field.name) for field in fields(PoolStatus)}),
+        pool=_POOL.from_proto(message.pool),
         step_s=message.step_ms / 1000,
         bubble_share=message.bubble_share,
         steps=message.steps,

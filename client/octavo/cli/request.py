@@ -11,20 +11,12 @@ from typing import Any, Final
 from octavo.cli import output
 from octavo.client import Client
 from octavo.errors import InvalidRequestError
+from octavo.sampling import SCALARS
 from octavo.types import Delta, GenerateResult
 
 # Flag -> type, what it does. Names are those of the SDK's options.
 _NUMBERS: Final = (
-    ("max_tokens", int, "output tokens at most"),
-    ("min_tokens", int, "no stop before this many output tokens"),
-    ("temperature", float, "0 is greedy; absent takes the model's own"),
-    ("top_p", float, "keep the smallest set of tokens with this probability"),
-    ("top_k", int, "keep this many most likely tokens"),
-    ("min_p", float, "keep tokens with this share of the best one's probability"),
-    ("repetition_penalty", float, "divide the logits of tokens seen before"),
-    ("presence_penalty", float, "subtract from the logits of tokens in the output, once"),
-    ("frequency_penalty", float, "subtract from them for each time"),
-    ("seed", int, "random stream; the same seed gives the same output"),
+    *((name, one.kind, one.flag_help) for name, one in SCALARS.items() if one.flag_help),
     ("queue_timeout", float, "seconds to wait in the queue at most"),
     ("ttft_deadline", float, "seconds until the first token at most"),
     ("deadline", float, "seconds until the end at most"),

@@ -170,7 +170,7 @@ def _queues(status: Status) -> str:
     rows = [
         (
             queue.model,
-            queue.priority.name.lower(),
+            queue.priority.name.lower() if queue.priority is not None else "unknown",
             queue.waiting,
             queue.waiting_tokens,
             output.duration(queue.oldest_wait_s),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, cast
 
 from octavo._sdk.channel import check_api_key
@@ -17,7 +17,7 @@ from octavo.gateway.schemas import (
     Message,
     StructuredOutputs,
 )
-from octavo.sampling import StructuredOutput
+from octavo.sampling import SamplingParams, StructuredOutput
 from octavo.types import ChatMessage, ChatOptions, GenerateOptions, Prompt, TemplateOptions
 
 HEADER_PREFIX: Final = "x-octavo-"
@@ -33,19 +33,9 @@ _COUNTS: Final = {
     "x-octavo-keep-tail-tokens": "keep_tail_tokens",
 }
 _MAX_UINT32: Final = 2**32 - 1
-_SAMPLING: Final = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "n",
-    "stop_token_ids",
-    "min_tokens",
-    "ignore_eos",
-    "cache_salt",
-)
+_OTHERWISE: Final = {"top_k", "seed", "logit_bias", "stop", "max_tokens", "logprobs", "structured"}
+"""Sampling parameters that HTTP has in another form than the SDK."""
+_SAME: Final = ({one.name for one in fields(SamplingParams)} - _OTHERWISE) | {"cache_salt"}
 
 HEADERS: Final[Mapping[str, str]] = {
     "x-octavo-priority": "interactive, standard (the default) or batch",
@@ -130,7 +120,7 @@ def template_options(
 def _options(request: GenerationRequest, headers: Mapping[str, str]) -> dict[str, Any]:
     options: dict[str, Any] = terms(headers)
     options["api_key"] = bearer_key(headers)
-    for name in _SAMPLING:
+    for name in _SAME:
         value = getattr(request, name)
         if value is not None:
             options[name] = value

@@ -15,12 +15,10 @@ from typing import Any, Final
 
 from octavo.gateway.logprobs import ChatLogprobs, CompletionLogprobs
 from octavo.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from octavo.protocol.steps import FinishReason
 from octavo.types import Choice, Delta, Progress, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
 _quote: Final[Callable[[str], str]] = encode_basestring
-_REASONS: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 def to_json(value: object) -> bytes:
@@ -137,7 +135,7 @@ class Writer(ABC):
 
     def _finish(self, choice: Choice) -> dict[str, Any]:
         """Return why a choice ended. As with `vllm serve`, an end-of-sequence token is no `stop_reason`."""
-        reason = _REASONS.get(choice.finish_reason) if choice.finish_reason is not None else None
+        reason = choice.finish_reason.name.lower() if choice.finish_reason is not None else None
         told = isinstance(choice.stop, str) or choice.stop in self._stop_token_ids
         return {"finish_reason": reason, "stop_reason": choice.stop if told else None}
 

@@ -3,16 +3,17 @@
 `x_to_proto` takes a record that its owner holds to be right. `x_from_proto` takes what came from the
 network and raises `ProtocolError` when it is not what `worker.proto` promises, so that nobody behind
 it checks again. Token arrays stay packed: no object is made per token.
+
+What a later version may say is no error of the sender: see "Later versions" in docs/protocol.md.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
-from octavo.protocol.convert_pool import pool_from_proto, pool_to_proto
 from octavo.protocol.convert_sampling import (
     ProtocolError,
     sampling_from_proto,
@@ -20,6 +21,7 @@ from octavo.protocol.convert_sampling import (
     structured_from_proto,
     structured_to_proto,
 )
+from octavo.protocol.scalars import Scalars, given
 from octavo.protocol.steps import (
     KEY_BYTES,
     Admit,
@@ -29,6 +31,7 @@ from octavo.protocol.steps import (
     Geometry,
     KeyEvents,
     Plan,
+    PoolReport,
     Priority,
     Refused,
     RefuseReason,
@@ -37,6 +40,7 @@ from octavo.protocol.steps import (
     StepError,
     StepStatus,
     StepTiming,
+    TierCopies,
     TokenLogprobs,
 )
 from octavo.v1 import common_pb2, worker_pb2
@@ -45,7 +49,6 @@ __all__ = [
     "ProtocolError",
     "admit_from_proto",
     "admit_to_proto",
-    "finish_reason_from_proto",
     "finish_reason_to_proto",
     "geometry_from_proto",
     "geometry_to_proto",
@@ -71,6 +74,11 @@ __all__ = [
 _E = TypeVar("_E", bound=enum.IntEnum)
 _WORTH_SHARING = 64
 """Tokens of a prompt from which on it is not sent again for the next admission of a plan."""
+_GEOMETRY = Scalars(Geometry, worker_pb2.Geometry)
+_POOL = Scalars(PoolReport, worker_pb2.PoolReport, "copies")
+_COPIES = Scalars(TierCopies, worker_pb2.TierCopies)
+_TIMING = Scalars(StepTiming, worker_pb2.StepTiming)
+_ADMITTED = Scalars(Admitted, worker_pb2.Admitted)
 
 
 def _member(kind: type[_E], value: int, field: str) -> _E:
@@ -78,6 +86,11 @@ def _member(kind: type[_E], value: int, field: str) -> _E:
         return kind(value)
     except ValueError:
         raise ProtocolError(field, f"unknown value {value}") from None
+
+
+def _known(kind: type[_E], value: int, field: str, later: _E) -> _E:
+    """Return the member, or `later` for one that only a later version knows."""
+    return later if value > max(kind) else _member(kind, value, field)
 
 
 def _same_length(field: str, values: Seq[object], other: str, others: Seq[object]) -> None:
@@ -130,11 +143,6 @@ def priority_from_proto(value: int, field: str = "priority") -> Priority:
 def finish_reason_to_proto(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
     """Convert; the numbers are the same."""
     return common_pb2.FinishReason.ValueType(reason)
-
-
-def finish_reason_from_proto(value: int, field: str = "reason") -> FinishReason:
-    """Convert; unspecified is an error."""
-    return _member(FinishReason, value, field)
 
 
 # Plans
@@ -212,10 +220,10 @@ def admit_from_proto(message: worker_pb2.Admit, leaders: Mapping[int, Admit] | N
         sampling=sampling,
         choice=message.choice,
         keys=keys,
-        reserve_tokens=message.reserve_tokens if message.HasField("reserve_tokens") else None,
+        reserve_tokens=given(message, "reserve_tokens"),
         hold_after_finish=message.hold_after_finish,
         priority=priority_from_proto(message.priority, "admit.priority"),
-        adapter=message.adapter if message.HasField("adapter") else None,
+        adapter=given(message, "adapter"),
     )
 
 
@@ -267,7 +275,7 @@ def plan_from_proto(message: worker_pb2.Plan) -> Plan:
         skip=skip,
         seal=tuple([_seal_from_proto(seal) for seal in message.seal]),
         release=release,
-        resume_after=message.resume_after if message.HasField("resume_after") else None,
+        resume_after=given(message, "resume_after"),
     )
 
 
@@ -282,27 +290,25 @@ def _seal_from_proto(message: worker_pb2.Seal) -> tuple[int, int, bytes]:
 
 def geometry_to_proto(geometry: Geometry) -> worker_pb2.Geometry:
     """Convert the shape of a KV memory."""
-    return worker_pb2.Geometry(
-        block_size=geometry.block_size,
-        num_blocks=geometry.num_blocks,
-        num_host_blocks=geometry.num_host_blocks,
-        block_bytes=geometry.block_bytes,
-        paged=geometry.paged,
-        pin_budget_blocks=geometry.pin_budget_blocks,
-    )
+    return _GEOMETRY.to_proto(geometry)
 
 
 def geometry_from_proto(message: worker_pb2.Geometry) -> Geometry:
     """Convert the shape of a KV memory; one without blocks is an error."""
     if message.block_size < 1 or message.num_blocks < 1:
         raise ProtocolError("geometry", "block_size and num_blocks are at least 1")
-    return Geometry(
-        block_size=message.block_size,
-        num_blocks=message.num_blocks,
-        num_host_blocks=message.num_host_blocks,
-        block_bytes=message.block_bytes,
-        paged=message.paged,
-        pin_budget_blocks=message.pin_budget_blocks,
+    return _GEOMETRY.from_proto(message)
+
+
+def pool_to_proto(pool: PoolReport) -> worker_pb2.PoolReport:
+    """Convert the state of a pool."""
+    return _POOL.to_proto(pool, copies=None if pool.copies is None else _COPIES.to_proto(pool.copies))
+
+
+def pool_from_proto(message: worker_pb2.PoolReport) -> PoolReport:
+    """Convert the state of a pool."""
+    return _POOL.from_proto(
+        message, copies=_COPIES.from_proto(message.copies) if message.HasField("copies") else None
     )
 
 
@@ -322,30 +328,6 @@ def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
     top_token_ids, top_logprobs = tuple(message.top_token_ids), tuple(message.top_logprobs)
     _same_length("top_logprobs", top_logprobs, "top_token_ids", top_token_ids)
     return TokenLogprobs(message.token_id, message.logprob, message.rank, top_token_ids, top_logprobs)
-
-
-def _timing_to_proto(timing: StepTiming) -> worker_pb2.StepTiming:
-    return worker_pb2.StepTiming(
-        execute_us=timing.execute_us,
-        bubble_us=timing.bubble_us,
-        overhead_us=timing.overhead_us,
-        copy_us=timing.copy_us,
-        num_decodes=timing.num_decodes,
-        num_prefill_tokens=timing.num_prefill_tokens,
-        context_tokens=timing.context_tokens,
-    )
-
-
-def _timing_from_proto(message: worker_pb2.StepTiming) -> StepTiming:
-    return StepTiming(
-        message.execute_us,
-        message.bubble_us,
-        message.overhead_us,
-        message.copy_us,
-        message.num_decodes,
-        message.num_prefill_tokens,
-        message.context_tokens,
-    )
 
 
 def _key_events_to_proto(events: KeyEvents) -> worker_pb2.KeyEvents | None:
@@ -401,14 +383,7 @@ def report_to_proto(report: Report) -> worker_pb2.Report:
             )
             for entry in report.refused
         ],
-        admitted=[
-            worker_pb2.Admitted(
-                handle=entry.handle,
-                cached_tokens=entry.cached_tokens,
-                host_cached_tokens=entry.host_cached_tokens,
-            )
-            for entry in report.admitted
-        ],
+        admitted=map(_ADMITTED.to_proto, report.admitted),
         released=report.released,
         prefilled_handles=[handle for handle, _ in report.prefilled],
         prefilled_tokens=[tokens for _, tokens in report.prefilled],
@@ -416,7 +391,7 @@ def report_to_proto(report: Report) -> worker_pb2.Report:
         key_events=_key_events_to_proto(report.key_events),
         live_count=report.live_count,
         digest=report.digest,
-        timing=_timing_to_proto(report.timing),
+        timing=_TIMING.to_proto(report.timing),
         errors=[
             worker_pb2.StepError(handles=error.handles, kind=error.kind, message=_text(error.message))
             for error in report.errors
@@ -428,8 +403,10 @@ def report_to_proto(report: Report) -> worker_pb2.Report:
 def report_from_proto(message: worker_pb2.Report) -> Report:
     """Convert a report.
 
+    Enum values of a later version are read as what does least harm; `errors` names those that fail something.
+
     Raises:
-        ProtocolError: parallel arrays differ in length, counts do not add up, or an enum is unknown.
+        ProtocolError: parallel arrays differ in length, counts do not add up, or an enum is not set.
     """
     token_handles, token_counts = tuple(message.token_handles[:]), tuple(message.token_counts[:])
     first_positions, token_ids = tuple(message.first_positions[:]), tuple(message.token_ids[:])
@@ -443,7 +420,7 @@ def report_from_proto(message: worker_pb2.Report) -> Report:
     _same_length("prefilled_tokens", message.prefilled_tokens, "prefilled_handles", message.prefilled_handles)
     return Report(
         step=message.step,
-        status=_member(StepStatus, message.status, "status"),
+        status=_known(StepStatus, message.status, "status", later=StepStatus.FAILED),
         pool=pool_from_proto(message.pool),
         live_count=message.live_count,
         digest=message.digest,
@@ -456,38 +433,42 @@ def report_from_proto(message: worker_pb2.Report) -> Report:
             for entry in message.logprobs
         },
         finished=tuple([_finished_from_proto(entry) for entry in message.finished]),
-        stalled=tuple(
-            [
-                (entry.handle, _member(StallReason, entry.reason, "stalled.reason"))
-                for entry in message.stalled
-            ]
-        ),
-        refused=tuple(
-            [
-                Refused(entry.handle, _member(RefuseReason, entry.reason, "refused.reason"), entry.detail)
-                for entry in message.refused
-            ]
-        ),
-        admitted=tuple(
-            [
-                Admitted(entry.handle, entry.cached_tokens, entry.host_cached_tokens)
-                for entry in message.admitted
-            ]
-        ),
+        stalled=tuple([_stalled_from_proto(entry) for entry in message.stalled]),
+        refused=tuple([_refused_from_proto(entry) for entry in message.refused]),
+        admitted=tuple(map(_ADMITTED.from_proto, message.admitted)),
         released=tuple(message.released[:]),
         prefilled=tuple(zip(message.prefilled_handles, message.prefilled_tokens, strict=True)),
         key_events=_key_events_from_proto(message.key_events),
-        timing=_timing_from_proto(message.timing),
-        errors=tuple(
-            [StepError(tuple(error.handles), error.kind, error.message) for error in message.errors]
+        timing=_TIMING.from_proto(message.timing),
+        errors=(
+            *[StepError(tuple(error.handles), error.kind, error.message) for error in message.errors],
+            *_not_understood(message),
         ),
         simulated=message.simulated,
     )
 
 
 def _finished_from_proto(message: worker_pb2.FinishedSequence) -> Finished:
-    return Finished(
-        message.handle,
-        finish_reason_from_proto(message.reason, "finished.reason"),
-        message.stop_token_id if message.HasField("stop_token_id") else None,
-    )
+    if not message.reason:
+        raise ProtocolError("finished.reason", "must be set")
+    reason = FinishReason(message.reason) or FinishReason.ERROR
+    return Finished(message.handle, reason, given(message, "stop_token_id"))
+
+
+def _stalled_from_proto(message: worker_pb2.Stalled) -> tuple[int, StallReason]:
+    return message.handle, _known(StallReason, message.reason, "stalled.reason", later=StallReason.NO_BLOCK)
+
+
+def _refused_from_proto(message: worker_pb2.Refused) -> Refused:
+    reason = _known(RefuseReason, message.reason, "refused.reason", later=RefuseReason.UNSUPPORTED)
+    return Refused(message.handle, reason, message.detail)
+
+
+def _not_understood(message: worker_pb2.Report) -> Iterator[StepError]:
+    """Yield an error for each value of a later version that fails a sequence, or the step."""
+    for entry in message.finished:
+        if not FinishReason(entry.reason):
+            problem = f"it ended for the unknown reason {entry.reason}"
+            yield StepError((entry.handle,), "UNKNOWN_VALUE", problem)
+    if message.status > max(StepStatus):
+        yield StepError((), "UNKNOWN_VALUE", f"the unknown step status {message.status}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
-from octavo.sampling import SamplingParams, StructuredOutput
+from octavo.protocol.scalars import given
+from octavo.sampling import SCALARS, SamplingParams, StructuredOutput
 from octavo.v1 import common_pb2
 
 
@@ -16,27 +17,10 @@ class ProtocolError(ValueError):
         self.field = field
 
 
-_SCALARS: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "min_tokens",
-    "max_tokens",
-    "ignore_eos",
-    "n",
-    "logprobs",
-)
-
-
 def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
     """Convert; what is None stays unset."""
     message = common_pb2.SamplingParams(
-        **{name: getattr(sampling, name) for name in _SCALARS},
+        **{name: getattr(sampling, name) for name in SCALARS},
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
     )
@@ -49,7 +33,7 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     """Convert without checking ranges: that is `SamplingParams.violations()`."""
-    fields: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    fields: dict[str, Any] = {name: given(message, name) for name in SCALARS}
     if message.logit_bias:
         fields["logit_bias"] = dict(message.logit_bias)
     if message.stop:

@@ -28,11 +28,22 @@ class Priority(enum.IntEnum):
 class FinishReason(enum.IntEnum):
     """Why a choice ended."""
 
+    UNKNOWN = 0
+    """For a reason that only a later version knows. Clients show it; nobody sends it."""
     STOP = 1
     LENGTH = 2
     CANCELLED = 3
     DEADLINE = 4
     ERROR = 5
+
+    @classmethod
+    def _missing_(cls, value: object) -> FinishReason | None:
+        return cls.UNKNOWN if isinstance(value, int) else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output has come to its own end; with every other known reason goes an error."""
+        return self in {FinishReason.STOP, FinishReason.LENGTH}
 
 
 class StepStatus(enum.IntEnum):

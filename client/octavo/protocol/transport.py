@@ -45,6 +45,4 @@ SERVER_OPTIONS: Final[Options] = (
     ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_MS // 2),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_INTERVAL_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
-    # Two processes must never share a port by accident.
-    ("grpc.so_reuseport", 0),
 )

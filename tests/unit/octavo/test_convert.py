@@ -120,7 +120,12 @@ def reports(draw: st.DrawFn) -> steps.Report:
         logprobs=draw(st.dictionaries(u64, st.lists(logprobs(), max_size=2).map(tuple), max_size=2)),
         finished=draw(
             st.lists(
-                st.builds(steps.Finished, u64, st.sampled_from(steps.FinishReason), st.none() | u32),
+                st.builds(
+                    steps.Finished,
+                    u64,
+                    st.sampled_from([one for one in steps.FinishReason if one]),
+                    st.none() | u32,
+                ),
                 max_size=2,
             ).map(tuple)
         ),
@@ -192,8 +197,9 @@ def test_plan_from_noise_is_read_or_refused_and_nothing_else(noise: bytes) -> No
 )
 def test_enum_has_the_names_and_numbers_of_the_proto(kind: Any, prefix: Any) -> None:
     wire = {name: number for name, number in prefix.items() if number}
-    assert list(wire.values()) == [member.value for member in kind]
-    assert all(name.endswith(f"_{member.name}") for name, member in zip(wire, kind, strict=True))
+    known = [member for member in kind if member.value]
+    assert list(wire.values()) == [member.value for member in known]
+    assert all(name.endswith(f"_{member.name}") for name, member in zip(wire, known, strict=True))
 
 
 def admit(**changes: object) -> worker_pb2.Admit:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
+from octavo.service.status import trailing_metadata
 from octavo.v1 import common_pb2
 
 import scheduler_svc
 from scheduler_svc.core.errors import CoreError, Reason
-from scheduler_svc.errors import CODES, ServiceError, trailing_metadata
+from scheduler_svc.errors import CODES, ServiceError
 
 
 def test_every_reason_of_the_core_has_a_code() -> None:

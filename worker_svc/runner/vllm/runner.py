@@ -23,7 +23,13 @@ from worker_svc.runner.base import (
     StepResult,
 )
 from worker_svc.runner.vllm import installed
-from worker_svc.runner.vllm.sampling import draw_seed, sampling_kwargs, temperature_of, unsupported
+from worker_svc.runner.vllm.sampling import (
+    EVERYTHING,
+    draw_seed,
+    sampling_kwargs,
+    temperature_of,
+    unsupported,
+)
 from worker_svc.runner.vllm.settings import VllmSettings, engine_args
 
 if TYPE_CHECKING:
@@ -176,21 +182,9 @@ class VllmRunner:
 
     def _warm_up(self) -> None:
         """Sample once in every way: what vLLM compiles at first use would stall a step for many seconds."""
-        everything = SamplingParams(
-            temperature=1.0,
-            top_p=0.9,
-            top_k=8,
-            min_p=0.01,
-            repetition_penalty=1.1,
-            presence_penalty=0.1,
-            frequency_penalty=0.1,
-            logit_bias={0: 1.0},
-            min_tokens=1,
-            logprobs=1,
-        )
         sequences = [
             SequenceData(number, [0], 1, sampling, block_table=[0])
-            for number, sampling in enumerate((everything, SamplingParams(temperature=0.0, logprobs=0)))
+            for number, sampling in enumerate((EVERYTHING, SamplingParams(temperature=0.0, logprobs=0)))
         ][: self._settings.max_num_seqs]
         for rows in (sequences[:1], sequences):
             self.execute(StepBatch(tuple([Row(sequence, 0, 1, sample=True) for sequence in rows])))

@@ -11,6 +11,19 @@ _MASK: Final = 2**64 - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _GREEDY_BELOW: Final = 1e-5
 """As the torch runner has it."""
+EVERYTHING: Final = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    top_k=8,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    min_tokens=1,
+    logprobs=1,
+)
+"""Takes every way through vLLM's sampler."""
 
 
 def unsupported(sampling: SamplingParams, vocab_size: int) -> str | None:

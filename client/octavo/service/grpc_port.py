@@ -1,0 +1,66 @@
+"""A gRPC port of a service: its methods, health, reflection and channelz."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from grpc_channelz.v1 import channelz, channelz_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from octavo.service.address import AddressTaken, check_address
+
+CHANNELZ: Final = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
+# Two processes must never share a port by accident.
+_OPTIONS: Final = (("grpc.so_reuseport", 0),)
+
+
+class GrpcPort:
+    """Opens and closes a port, and tells on it whether its services can be used."""
+
+    def __init__(
+        self,
+        services: Iterable[str],
+        *,
+        options: Sequence[tuple[str, int]],
+        interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
+        max_streams: int | None = None,
+    ) -> None:
+        """`services`: full names of those that reflection shows; their methods are added to `server`."""
+        self.server = grpc.aio.server(
+            interceptors=interceptors, options=(*options, *_OPTIONS), maximum_concurrent_rpcs=max_streams
+        )
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lag
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        channelz.add_channelz_servicer(self.server)  # type: ignore[arg-type]  # the stubs lag
+        names = (*services, health.SERVICE_NAME, CHANNELZ, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, and return the port.
+
+        Raises:
+            AddressTaken: it cannot be had.
+        """
+        check_address(host, port)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self.server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise AddressTaken(f"cannot listen on {address}: {error}") from None
+        await self.server.start()
+        return bound
+
+    async def set_serving(self, services: Iterable[str], *, serving: bool) -> None:
+        """Tell health checks of these services, "" for the port as a whole, whether they can be used."""
+        status = health_pb2.HealthCheckResponse
+        for service in services:
+            await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls; end what is still open after the grace."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
