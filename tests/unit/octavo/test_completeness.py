@@ -5,16 +5,15 @@ A sampling parameter touches these files, and its rows in docs/sdk.md and docs/c
 1. protos/octavo/v1/common.proto, from which `make proto` makes the generated code
 2. client/octavo/sampling.py: the field, its row of `SCALARS`, its keyword in `SamplingOptions`
 3. client/octavo/gateway/schemas.py: its name over HTTP
-4. worker_svc/runner/torch/sampling_state.py: what the torch runner keeps of it for each sequence
-5. worker_svc/runner/torch/sampling.py: what it does to the logits
-6. worker_svc/runner/vllm/sampling.py: vLLM's name for it
+4. worker_svc/runner/torch/sampling.py: what the torch runner keeps of it, and what it does to the logits
+5. worker_svc/runner/vllm/sampling.py: vLLM's name for it
 
 A finish reason touches these, and its place in docs/sdk.md, and in docs/gateway.md when it is a complete end:
 
 1. protos/octavo/v1/common.proto
 2. client/octavo/protocol/steps.py: `FinishReason`, and whether it `is_complete`
 3. client/octavo/_sdk/call.py: its error, when it is not complete
-4. the place that decides it: worker_svc/engine/roster.py or scheduler_svc/core/lifecycle.py
+4. the place that decides it: worker_svc/engine/sequences.py or scheduler_svc/core/lifecycle.py
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from octavo.sampling import NEUTRAL, SCALARS, SamplingOptions, SamplingParams, S
 from octavo.types import GenerateOptions
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
-from worker_svc.engine.sequence import Sequence
-from worker_svc.runner.torch.sampling_state import SamplingState
 
+from worker_svc.runner.base import SequenceData
+from worker_svc.runner.torch.sampling import SamplingState
 from worker_svc.runner.vllm.sampling import EVERYTHING, sampling_kwargs, unsupported
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -140,7 +139,7 @@ def test_every_number_has_a_flag_of_the_command_line() -> None:
 
 def test_every_parameter_is_read_by_the_torch_runner_or_by_whom_it_concerns() -> None:
     sampling: Any = Recorder(SamplingParams(**VALUES))
-    SamplingState(Sequence(1, [1], 1, sampling), (2,), 100)
+    SamplingState(SequenceData(1, [1], 1, sampling), (2,), 100)
     assert sampling.read | SCHEDULER | ENGINE | REFUSED == {*PARAMETERS}
 
 
