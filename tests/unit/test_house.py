@@ -52,7 +52,7 @@ FLOORS = {
         "keys errors",
         "types",
         "protocol",
-        "sampling service",
+        "sampling service steptimes",
         "v1",
     ),
     "octavo_lab": (
@@ -63,6 +63,7 @@ FLOORS = {
         "datasets",
         "load",
         "sim",
+        "traces",
         "command",
     ),
 }

@@ -10,11 +10,10 @@ from typing import Final
 from octavo_lab.command import BenchError
 from octavo_lab.datasets import files, lengths
 from octavo_lab.datasets.corpus import Corpus, open_corpus
-from octavo_lab.datasets.lengths import TRACES, Drawn, Lengths
+from octavo_lab.datasets.lengths import Drawn, Lengths
 from octavo_lab.datasets.tokenizers import Tokenizer
 from octavo_lab.load.target import Request
-from octavo_lab.sim import Arrival
-from octavo_lab.sim.arrivals import MOONCAKE_BLOCK_TOKENS
+from octavo_lab.traces import MOONCAKE_BLOCK_TOKENS, TRACES, TraceRequest
 
 FIXED: Final = "fixed"
 LOGNORMAL: Final = "lognormal"
@@ -38,7 +37,7 @@ class DatasetConfig:
     scale: int | None = None
     """What the lengths of a trace are divided by; None is worked out from the context."""
     traces: Path | None = None
-    """Folder of the traces; see `octavo_lab.fleet.workload.find_trace`."""
+    """Folder of the traces; see `octavo_lab.traces.read_trace`."""
     buckets: tuple[int, ...] = ()
     """Upper prompt lengths; requests are labelled with the one they fall into."""
     seed: int = 1
@@ -104,7 +103,7 @@ class Dataset:
             )
         return self._labelled(requests[:count])
 
-    def _written(self, arrivals: Iterable[Arrival]) -> Iterable[Request]:
+    def _written(self, arrivals: Iterable[TraceRequest]) -> Iterable[Request]:
         """Give each request a prompt; those whose leading hashes are equal get equal beginnings."""
         assert self._corpus is not None, "only files come without a corpus"
         for arrival in arrivals:
@@ -115,7 +114,7 @@ class Dataset:
                 output_tokens=arrival.output_tokens,
             )
 
-    def _shared_prefix(self, corpus: Corpus, arrival: Arrival) -> tuple[str, int]:
+    def _shared_prefix(self, corpus: Corpus, arrival: TraceRequest) -> tuple[str, int]:
         scale = self._source.scale if isinstance(self._source, Lengths) else 1
         per_block = MOONCAKE_BLOCK_TOKENS // scale
         if not per_block:

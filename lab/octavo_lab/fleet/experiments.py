@@ -41,7 +41,7 @@ class Traffic:
     load: float = 0.9
     """Share of the capacity of the fleet when nothing ails it and nothing is cached."""
     traces: Path | None = None
-    """Folder of the public traces; None: where `find_trace` looks."""
+    """Folder of the public traces; None: as `read_trace` has it."""
     trace: str = "azure-conv"
     """A key of `workload.AZURE_FILES`, or POISSON; where prefixes do not matter."""
     lengths: Drawn = Drawn(1000, 200, 1.0)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from octavo.protocol.keys import chain
 from octavo.protocol.steps import KEY_BYTES, Priority
 from octavo.sampling import SamplingParams
+from octavo.steptimes import StepTimes
 
 from octavo_lab.sim.arrivals import poisson
 from octavo_lab.sim.audit import check_ended
@@ -19,7 +20,6 @@ from octavo_lab.sim.cell import Cell
 from octavo_lab.sim.faults import FaultInjector, FaultRates, Poison
 from octavo_lab.sim.host import StepMachine, Timings
 from octavo_lab.sim.monitor import Monitor
-from octavo_lab.sim.steptimes import StepTimes
 from octavo_lab.sim.tokens import stream_of, token_at
 from octavo_lab.sim.worker import MODEL, SimWorker, SimWorkerConfig
 from scheduler_svc.core.config import CoreConfig

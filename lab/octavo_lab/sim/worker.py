@@ -23,9 +23,9 @@ from octavo.protocol.steps import (
     StepStatus,
     StepTiming,
 )
+from octavo.steptimes import StepTimes
 
 from octavo_lab.sim.pool import CountingPool
-from octavo_lab.sim.steptimes import StepTimes
 from octavo_lab.sim.tokens import stream_of, token_at
 from scheduler_svc.core.events import WorkerInfo
 

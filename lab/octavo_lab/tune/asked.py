@@ -10,10 +10,10 @@ from octavo import AsyncClient
 
 from octavo_lab.command import BenchError
 from octavo_lab.datasets import lengths
-from octavo_lab.datasets.lengths import TRACES
 from octavo_lab.datasets.load import DatasetConfig, load
 from octavo_lab.datasets.tokenizers import ServiceTokenizer
 from octavo_lab.load.target import Request
+from octavo_lab.traces import TRACES
 
 
 @dataclass(slots=True)

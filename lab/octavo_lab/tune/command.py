@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.cli import output
 from octavo.cli.durations import duration
+from octavo.steptimes import StepTimes, StepTimesError
 
 from octavo_lab.command import BenchError, claim_file
 
@@ -36,7 +37,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
     add("--dataset", default="azure-conv", metavar="WHAT", help="as for `octavo bench serve`")
     add("--context", type=int, metavar="N", help="longest sequence that is asked for (default: the model's)")
     add("--scale", type=int, metavar="N", help="divide the lengths of a trace by this")
-    add("--traces", type=Path, metavar="DIR", help="folder of the public traces")
+    add("--traces", type=Path, metavar="DIR", help="folder with other copies of the public traces")
     add(
         "--requests",
         type=int,
@@ -158,10 +159,12 @@ def _trials(arguments: argparse.Namespace, target: LatencyTarget, requests: int)
             seed=arguments.seed,
         )
         return ServedTrials(config, asking, target, requests)
-    from octavo_lab.sim import StepTimes  # noqa: PLC0415 # needs the extra `scheduler`
     from octavo_lab.tune.simulated import SimulatedTrials, SimulatedWorker  # noqa: PLC0415 # needs `bench`
 
-    times = StepTimes.builtin() if arguments.profile is None else StepTimes.load(arguments.profile)
+    try:
+        times = StepTimes.builtin() if arguments.profile is None else StepTimes.load(arguments.profile)
+    except StepTimesError as error:
+        raise BenchError(str(error)) from None
     worker = SimulatedWorker(times, arguments.simulate)
     lengths = asking.lengths(requests, worker.max_model_len)
     return nullcontext(SimulatedTrials(worker, lengths, target, arguments.seed))

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from octavo.steptimes import StepTimes
 
 from octavo_lab.fleet.arms import LATE, simulate
 from octavo_lab.fleet.workload import FleetConfig
-from octavo_lab.sim import Arrival, StepTimes, poisson, request_of
+from octavo_lab.sim import poisson, request_of
+from octavo_lab.traces import TraceRequest
 from octavo_lab.tune.search import Settings, Trial
 from octavo_lab.tune.target import LatencyTarget, keeps_up
 from scheduler_svc.core import CoreConfig
@@ -60,7 +62,7 @@ class SimulatedTrials:
         jobs = []
         for number, (prompt, output) in enumerate(self._lengths):
             at = next(times)
-            spec = request_of(Arrival(at, prompt, output), f"r{number}", number, worker.block_size)
+            spec = request_of(TraceRequest(at, prompt, output), f"r{number}", number, worker.block_size)
             jobs.append((at, replace(spec, root_key=b"")))
         results = simulate(LATE, jobs, fleet, CoreConfig(max_waiting_requests=len(jobs) + 1))
         misses = sum(target.missed(one.ttft_s, one.tpot_s) or not one.completed for one in results)

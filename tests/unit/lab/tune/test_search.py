@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from octavo_lab.sim import StepTimes
+from octavo.steptimes import StepTimes
 from octavo_lab.tune.search import BETTER, Search, Settings, Space, Trial
 from octavo_lab.tune.simulated import SimulatedTrials, SimulatedWorker
 from octavo_lab.tune.target import LatencyTarget, keeps_up

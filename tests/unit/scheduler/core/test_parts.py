@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from octavo.protocol.steps import FinishReason
-from octavo_lab.sim import SimWorker, StepTimes
+from octavo.steptimes import StepTimes
+from octavo_lab.sim import SimWorker
 
 from scheduler_svc.core import CoreConfig
 from scheduler_svc.core.fleet import LoadIndex

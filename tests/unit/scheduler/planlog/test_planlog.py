@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from octavo.cli.main import main
 from octavo.protocol.steps import KEY_BYTES, Geometry, PoolReport, Priority
 from octavo.sampling import SamplingParams
+from octavo.steptimes import StepTimes
 from octavo.v1 import planlog_pb2
-from octavo_lab.sim import Cell, SimWorkerConfig, StepTimes
+from octavo_lab.sim import Cell, SimWorkerConfig
 from octavo_lab.sim.chaos import CHAOS_CONFIG, Chaos
 
 from scheduler_svc.core import (
