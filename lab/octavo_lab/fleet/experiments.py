@@ -43,7 +43,7 @@ class Traffic:
     traces: Path | None = None
     """Folder of the public traces; None: as `read_trace` has it."""
     trace: str = "azure-conv"
-    """A key of `workload.AZURE_FILES`, or POISSON; where prefixes do not matter."""
+    """One of `traces.AZURE`, or POISSON; where prefixes do not matter."""
     lengths: Drawn = Drawn(1000, 200, 1.0)
     """Of the requests of POISSON."""
     plan_log: Path | None = None

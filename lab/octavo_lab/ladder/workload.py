@@ -13,11 +13,11 @@ from octavo import AsyncClient
 
 from octavo_lab.command import BenchError
 from octavo_lab.datasets.corpus import Corpus, open_corpus
-from octavo_lab.datasets.lengths import TRACES
 from octavo_lab.datasets.load import NAMES, Dataset, DatasetConfig, load
 from octavo_lab.datasets.tokenizers import ServiceTokenizer, Tokenizer
 from octavo_lab.ladder.config import LadderConfig
 from octavo_lab.load.target import Request
+from octavo_lab.traces import TRACES
 
 _PROMPTS: Final = "; prompts"
 """Where the description of a dataset begins to tell of prompts and its own seed."""
