@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from octavo.protocol.steps import Priority
 from octavo.steptimes import StepTimes
-from octavo_lab.sim import Cell, Monitor, Recorder, Result, SimWorkerConfig, poisson, request_of
+from octavo_lab.sim import Monitor, Recorder, SimCell, SimResult, SimWorkerConfig, poisson, request_of
 from octavo_lab.sim.chaos import Chaos
 from octavo_lab.traces import TraceRequest
 
@@ -61,7 +61,7 @@ class Run:
         core = SchedulerCore(CoreConfig(**{"overload": OverloadConfig(), **config}))
         worker = SimWorkerConfig(worker_id="w0", step_times=TIMES, max_num_seqs=16)
         monitor = Monitor(core, audit_every=500)
-        cell = Cell(core, [worker], observers=[self.recorder, self.watch, monitor])
+        cell = SimCell(core, [worker], observers=[self.recorder, self.watch, monitor])
         rng, began, number = random.Random(seed), 0.0, 0
         for seconds, load in phases:
             times = poisson(load * CAPACITY_PER_S, rng)
@@ -76,10 +76,10 @@ class Run:
         cell.loop.run()
         self.ended_at = cell.loop.now
 
-    def between(self, start: float, end: float) -> list[Result]:
+    def between(self, start: float, end: float) -> list[SimResult]:
         return [one for one in self.recorder.results.values() if start <= one.arrival < end]
 
-    def served(self, start: float, end: float) -> list[Result]:
+    def served(self, start: float, end: float) -> list[SimResult]:
         """Return those that came and had their first token in between: the rest of the queue came later."""
         return [one for one in self.between(start, end) if (one.first_token_at or end) < end]
 
@@ -154,7 +154,7 @@ def interactive_p99_s(backlog: int) -> float:
     recorder = Recorder()
     core = SchedulerCore(CoreConfig(max_waiting_requests=20_000, overload=OverloadConfig()))
     worker = SimWorkerConfig(worker_id="w0", step_times=TIMES, max_num_seqs=16)
-    cell = Cell(core, [worker], observers=[recorder])
+    cell = SimCell(core, [worker], observers=[recorder])
     for number in range(backlog):
         cell.submit(
             replace(request_of(TraceRequest(0, 64, 200), f"b{number}", number), priority=Priority.BATCH)

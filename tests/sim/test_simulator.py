@@ -13,12 +13,12 @@ from octavo.protocol.steps import Admit, FinishReason, Plan, RefuseReason, StepS
 from octavo.sampling import SamplingParams
 from octavo.steptimes import StepTimes
 from octavo_lab.sim import (
-    Cell,
     EventLoop,
     InvariantError,
     Monitor,
     PlanFaultError,
     Recorder,
+    SimCell,
     SimWorker,
     SimWorkerConfig,
     gamma,
@@ -188,7 +188,9 @@ def test_monitor_objects_to_a_gap_in_plans() -> None:
 def test_recorder_shows_a_run_as_its_clients_saw_it() -> None:
     core = SchedulerCore(CoreConfig())
     recorder = Recorder(gaps=True)
-    cell = Cell(core, [SimWorkerConfig(worker_id="w", step_times=TIMES)], observers=[recorder, Monitor(core)])
+    cell = SimCell(
+        core, [SimWorkerConfig(worker_id="w", step_times=TIMES)], observers=[recorder, Monitor(core)]
+    )
     for index in range(20):
         cell.submit_at(index * 0.05, request_of(TraceRequest(0.0, 50 + index, 10), f"r{index}", index))
     cell.loop.run()

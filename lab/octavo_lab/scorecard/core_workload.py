@@ -15,7 +15,7 @@ from octavo.protocol.keys import chain
 from octavo.protocol.steps import KEY_BYTES, Priority, Report
 from octavo.steptimes import StepTimes
 
-from octavo_lab.sim import Cell, Observer, Recorder, SimWorkerConfig, poisson, request_of
+from octavo_lab.sim import Recorder, SimCell, SimObserver, SimWorkerConfig, poisson, request_of
 from octavo_lab.traces import TraceRequest
 from scheduler_svc.core import CoreConfig, Effect, NewRequest, Reject, SchedulerCore, SendPlan
 
@@ -69,10 +69,10 @@ def _timed(
     return effects
 
 
-def cell_of(core: SchedulerCore, num_workers: int, *observers: Observer, **config: Any) -> Cell:
+def cell_of(core: SchedulerCore, num_workers: int, *observers: SimObserver, **config: Any) -> SimCell:
     """Return a cell of workers that are all alike; `config` is of SimWorkerConfig."""
     workers = [SimWorkerConfig(worker_id=f"w{i}", step_times=TIMES, **config) for i in range(num_workers)]
-    return Cell(core, workers, observers=observers)
+    return SimCell(core, workers, observers=observers)
 
 
 def traffic(
@@ -205,7 +205,7 @@ def gaps_under_prompts(target_itl_s: float | None, seconds: float) -> list[float
     return recorder.token_gaps_s
 
 
-def policy_cell(policy: str, recorder: Recorder, num_workers: int = 2) -> Cell:
+def policy_cell(policy: str, recorder: Recorder, num_workers: int = 2) -> SimCell:
     """Return workers of 16 sequences under a policy, with a queue that takes everything."""
     core = SchedulerCore(CoreConfig(policy=policy, max_waiting_requests=UNBOUNDED))
     return cell_of(core, num_workers, recorder, max_num_seqs=16)
@@ -227,7 +227,7 @@ def tenant_ttft_s(policy: str, num_workers: int, *, flood: bool, seconds: float)
     ]
 
 
-def mixed(at: float, rng: random.Random) -> Arrival:
+def mixed(at: float, rng: random.Random) -> TraceRequest:
     """Return a request of middling size."""
     return TraceRequest(at, rng.randint(50, 400), rng.randint(10, 100))
 

@@ -10,7 +10,7 @@ import csv
 import json
 import lzma
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate
@@ -97,7 +97,7 @@ def read_mooncake(path: Path) -> list[TraceRequest]:
     return _requests(rows, _MOONCAKE_TICKS_PER_S)
 
 
-def _requests(rows: list[tuple[int, int, int, tuple[int, ...]]], ticks_per_s: int) -> list[TraceRequest]:
+def _requests(rows: Sequence[tuple[int, int, int, tuple[int, ...]]], ticks_per_s: int) -> list[TraceRequest]:
     start = min(ticks for ticks, *_ in rows)
     requests = [
         TraceRequest((ticks - start) / ticks_per_s, max(1, prompt), max(1, output), prefix)
@@ -114,14 +114,13 @@ def packed(requests: Iterable[TraceRequest]) -> bytes:
     """
     requests = list(requests)
     ticks = [round(request.at * _AZURE_TICKS_PER_S) for request in requests]
+    prefixes = [_runs(request.prefix) for request in requests]
     columns = {
         "gaps": [later - earlier for earlier, later in zip([0, *ticks], ticks, strict=False)],
         "prompt_tokens": [request.prompt_tokens for request in requests],
         "output_tokens": [request.output_tokens for request in requests],
-        "prefixes": [_runs(request.prefix) for request in requests],
+        **({"prefixes": prefixes} if any(prefixes) else {}),
     }
-    if not any(columns["prefixes"]):
-        del columns["prefixes"]
     text = json.dumps(columns, separators=(",", ":"))
     return lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)
 

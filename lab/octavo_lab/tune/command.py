@@ -16,7 +16,7 @@ from octavo.steptimes import StepTimes, StepTimesError
 from octavo_lab.command import BenchError, claim_file
 
 if TYPE_CHECKING:
-    from octavo_lab.tune.search import Found, Settings, Trial
+    from octavo_lab.tune.search import Settings, Trial, TuningResult
     from octavo_lab.tune.target import LatencyTarget
 
 
@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search, print the frontier and the settings; return the exit code.
+    """SettingsSearch, print the frontier and the settings; return the exit code.
 
     It is 1 when nothing keeps the target, and 130 after Ctrl-C, which ends the search with the best so far.
     """
@@ -95,9 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
     return output.EXIT_INTERRUPTED if interrupted else 0
 
 
-def _search(arguments: argparse.Namespace) -> tuple[Found, LatencyTarget, bool]:
+def _search(arguments: argparse.Namespace) -> tuple[TuningResult, LatencyTarget, bool]:
     """Return what was found, for what, and whether Ctrl-C ended it."""
-    from octavo_lab.tune.search import Search, Space  # noqa: PLC0415 # needs the extra `bench`
+    from octavo_lab.tune.search import SettingsSearch, Space  # noqa: PLC0415 # needs the extra `bench`
     from octavo_lab.tune.target import LatencyTarget  # noqa: PLC0415 # needs the extra `bench`
 
     if not 50 <= arguments.percentile < 100:
@@ -121,7 +121,7 @@ def _search(arguments: argparse.Namespace) -> tuple[Found, LatencyTarget, bool]:
     interrupted = False
     give_up_at = None if arguments.budget is None else time.monotonic() + arguments.budget
     with _trials(arguments, target, requests) as trials:
-        search = Search(
+        search = SettingsSearch(
             space,
             trials,
             _first_rate(trials, middle, requests),
@@ -185,7 +185,7 @@ def _telling() -> Callable[[Trial], None]:
     return tell
 
 
-def _print(found: Found, target: LatencyTarget, model: str) -> None:
+def _print(found: TuningResult, target: LatencyTarget, model: str) -> None:
     best = found.best
     if best is None:
         output.fail(f"no settings keep {target}, at however low a rate: see the trials above")

@@ -98,7 +98,7 @@ class Space:
 
 
 @dataclass(slots=True)
-class Found:
+class TuningResult:
     """The outcome of a search."""
 
     best: Trial | None
@@ -118,7 +118,7 @@ def _beats(one: Trial, other: Trial) -> bool:
     return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
 
-class Search:
+class SettingsSearch:
     """Searches a space.
 
     Args:
@@ -142,16 +142,16 @@ class Search:
         self._first_rate = first_rate
         self._on_trial = on_trial
         self._may_go_on = may_go_on
-        self._found = Found(None)
+        self._found = TuningResult(None)
         self._seen: set[Settings] = set()
 
     @property
-    def found(self) -> Found:
+    def found(self) -> TuningResult:
         """What has been found so far."""
         return self._found
 
-    def run(self) -> Found:
-        """Search from the middle outwards."""
+    def run(self) -> TuningResult:
+        """SettingsSearch from the middle outwards."""
         place = self._space.middle()
         self._begin(place)
         widths = [max(1, len(self._space.max_num_seqs) // 4), 1]
@@ -160,7 +160,7 @@ class Search:
                 place = better
         return self._found
 
-    def exhaustive(self) -> Found:
+    def exhaustive(self) -> TuningResult:
         """Try every setting with the same care; what `run` is compared with."""
         for place in self._space.places():
             settings = self._space.at(place)
