@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
-import numpy as np
 from octavo.stack import Stack, StackConfig, StackError
 
 from octavo_lab.command import BenchError
 from octavo_lab.load.arrivals import Poisson
 from octavo_lab.load.generator import RunLimits, Traffic, generate
-from octavo_lab.load.records import Outcome, RequestMeasurement, RunRecord, TargetRecord
+from octavo_lab.load.records import Outcome, RunRecord, TargetRecord
 from octavo_lab.load.target import Answer, LoadTarget, PlannedRequest, Sink
 from octavo_lab.load.targets.octavo import OctavoTarget
+from octavo_lab.tune.asked import Asking
 from octavo_lab.tune.search import Settings, Trial
-from octavo_lab.tune.target import LatencyTarget, keeps_up
+from octavo_lab.tune.target import LatencyTarget, trial_of
 
 _WARM_UP_REQUESTS = 8
 _READY_S = 1800.0
 _PATIENCE_S = 900.0
-
-
-class Asked(Protocol):
-    """Requests to try settings with."""
-
-    description: str
-
-    async def prepare(self, endpoint: str, count: int) -> None:
-        """Make the requests, with the tokenizer of the service under test."""
-
-    def requests(self, count: int) -> Sequence[PlannedRequest]:
-        """Return so many; the same each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +41,7 @@ class ServedConfig:
 class ServedTrials:
     """Runs trials on a stack of its own, in a `with` statement."""
 
-    def __init__(self, config: ServedConfig, asked: Asked, target: LatencyTarget, requests: int) -> None:
+    def __init__(self, config: ServedConfig, asked: Asking, target: LatencyTarget, requests: int) -> None:
         self._config = config
         self._asked = asked
         self._target = target
@@ -173,7 +161,7 @@ class ServedTrials:
             traffic = self._traffic(self._requests, rate_per_s)
             # By then, whatever has not been answered has missed a bound, if there is one.
             run = await generate(judge, traffic, RunLimits(drain_s=120.0), stop=stop)
-        return _trial_of(run, settings, rate_per_s, target, stopped=stop.is_set())
+        return trial_of(settings, rate_per_s, target, run.requests, stopped=stop.is_set())
 
 
 class Judge:
@@ -256,29 +244,3 @@ class _Noted:
     def _is_late(self) -> None:
         self.late = True
         self._on_late()
-
-
-def _trial_of(
-    run: RunRecord, settings: Settings, rate_per_s: float, target: LatencyTarget, *, stopped: bool
-) -> Trial:
-    done: list[RequestMeasurement] = [one for one in run.requests if one.outcome is Outcome.OK]
-    misses = len(run.requests) - len(done) + sum(target.missed(one.ttft_s, one.tpot_s) for one in done)
-    answered = [(one.ended_s, target.granted_s(one.e2e_s, one.ttft_s)) for one in done]
-    kept = (
-        not stopped
-        and misses <= target.allowed_misses(len(run.requests))
-        and keeps_up([one.offered.planned_s for one in run.requests], answered)
-    )
-    ttft = [one.ttft_s for one in done if one.ttft_s is not None]
-    tpot = [one.tpot_s for one in done if one.tpot_s is not None]
-    return Trial(
-        settings,
-        rate_per_s,
-        kept=kept,
-        requests=len(run.requests),
-        stopped_early=stopped,
-        ttft_s=None if stopped or not ttft else float(np.quantile(ttft, target.quantile)),
-        tpot_s=None if stopped or not tpot else float(np.quantile(tpot, target.quantile)),
-        tokens_per_s=None if stopped else sum(one.output_tokens for one in done) / max(run.ended_s, 1e-9),
-        memory_short=any(one.preemptions for one in done),
-    )
