@@ -129,7 +129,6 @@ class SimWorker:
     def __init__(self, config: SimWorkerConfig) -> None:
         self.config = config
         self.incarnation = 1
-        self.slowdown = 1.0
         self.refuse_next = 0
         """Admissions that are refused although there is room."""
         self.step_fault: StepFault = no_fault
@@ -266,7 +265,7 @@ class SimWorker:
     def _timing(self, step: _Step, bubble_us: int) -> StepTiming:
         seconds = 0.0
         if step.rows:
-            seconds = self.slowdown * self.config.step_times.seconds(
+            seconds = self.config.step_times.seconds(
                 step.num_decodes, step.context_tokens, step.prefill_tokens, step.prefill_squares
             )
         return StepTiming(

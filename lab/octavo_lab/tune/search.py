@@ -11,7 +11,7 @@ until none is; steps are wide at first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -89,13 +89,6 @@ class Space:
             seqs -= 1
         return seqs, tokens
 
-    def places(self) -> Iterator[tuple[int, int]]:
-        """Yield every place that has settings."""
-        for seqs in range(len(self.max_num_seqs)):
-            for tokens in range(len(self.max_num_batched_tokens)):
-                if self.at((seqs, tokens)) is not None:
-                    yield seqs, tokens
-
 
 @dataclass(slots=True)
 class TuningResult:
@@ -158,17 +151,6 @@ class SettingsSearch:
         for width in dict.fromkeys(widths):
             while (better := self._best_neighbour(place, width)) is not None:
                 place = better
-        return self._found
-
-    def exhaustive(self) -> TuningResult:
-        """Try every setting with the same care; what `run` is compared with."""
-        for place in self._space.places():
-            settings = self._space.at(place)
-            assert settings is not None
-            if self._found.best is None:
-                self._climb(settings, self._first_rate)
-            else:
-                self._challenge(settings)
         return self._found
 
     def lowest_memory(self, utilizations: Sequence[float]) -> None:
