@@ -12,7 +12,8 @@ from worker_svc.start.load import load_runner
 
 
 def load(profile: Path) -> None:
-    load_runner(WorkerSettings(model="sim", runner="sim", sim_profile=profile), lambda what, done: None)
+    settings = WorkerSettings.load({"model": "sim", "runner": "sim", "sim_profile": str(profile)})
+    load_runner(settings, lambda what, done: None)
 
 
 def test_profile_of_the_simulator_is_read(tmp_path: Path) -> None:
