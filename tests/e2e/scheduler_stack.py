@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 from google.rpc import error_details_pb2, status_pb2
 from octavo.protocol.steps import TokenLogprobs
+from octavo.steptimes import StepTimes
 from octavo.v1 import common_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 from octavo.v1 import generation_pb2 as pb
 
@@ -30,7 +31,6 @@ from worker_svc.engine.loop import EngineLoop
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.runner.base import LoadedModel, StepBatch, StepResult
 from worker_svc.runner.sim import SimRunner, built_in_model
-from worker_svc.runner.steptime import StepTimes
 from worker_svc.start.load import build
 
 WAIT_S = 60.0
@@ -130,7 +130,7 @@ async def start_worker(
     settings = WorkerSettings.load({"check_integrity": True, "enable_faults": True, **given})
     gate = Gate()
     model = info or replace(built_in_model(), model_id="echo")
-    loop = EngineLoop(lambda: build(settings, EchoRunner(model, StepTimes(), sleep=gate)))
+    loop = EngineLoop(lambda: build(settings, EchoRunner(model, StepTimes.builtin(), sleep=gate)))
     loop.start()
     loaded = await loop.ready
     terms = Terms(

@@ -16,7 +16,6 @@ from octavo.protocol.steps import Report
 from octavo.v1 import common_pb2, operations_pb2, worker_pb2
 from octavo.v1 import generation_pb2 as pb
 from structlog.testing import capture_logs
-from worker_svc.api.describe import describe
 
 import worker_svc.api.session as worker_session
 from tests.e2e import scheduler_stack
@@ -28,6 +27,7 @@ from tests.e2e.worker_stack import admit, keys_of
 from tests.later_version import VALUE, later, with_unknown_member
 from tests.unit.client.fake_scheduler import expected_text
 from tests.unit.client.later_scheduler import LaterScheduler
+from worker_svc.api.convert import describe
 
 Pair = tuple[Stack, Worker]
 UNKNOWN_KIND = common_pb2.SamplingParams(

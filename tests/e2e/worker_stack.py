@@ -13,6 +13,7 @@ import grpc.aio
 from google.rpc import error_details_pb2, status_pb2
 from octavo.protocol.keys import chain
 from octavo.protocol.transport import CLIENT_OPTIONS
+from octavo.steptimes import StepTimes
 from octavo.v1 import common_pb2, worker_pb2_grpc
 from octavo.v1 import worker_pb2 as pb
 
@@ -24,7 +25,6 @@ from worker_svc.config import WorkerSettings
 from worker_svc.engine.loop import EngineLoop
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.runner.sim import SimRunner, built_in_model
-from worker_svc.runner.steptime import StepTimes
 from worker_svc.start.load import build
 
 NUM_BLOCKS = 64
@@ -182,7 +182,7 @@ async def running(**flags: object) -> AsyncIterator[Worker]:
         }
     )
     gate = Gate()
-    loop = EngineLoop(lambda: build(settings, SimRunner(built_in_model(), StepTimes(), sleep=gate)))
+    loop = EngineLoop(lambda: build(settings, SimRunner(built_in_model(), StepTimes.builtin(), sleep=gate)))
     loop.start()
     loaded = await loop.ready
     terms = Terms(

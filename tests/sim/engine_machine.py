@@ -41,13 +41,6 @@ class _Runner:
         return None
 
     def execute(self, batch: StepBatch) -> StepResult:
-        seeds = {row.sequence.handle: row.sequence.sampling.seed or 0 for row in batch.rows}
-        try:
-            errors = self._machine.step_fault(frozenset(seeds.values()))
-        except WorkerCrashedError as error:
-            raise DeviceLost from error
-        if errors:
-            raise StepFailed(errors[0].message, tuple(h for h in errors[0].handles if h in seeds))
         decodes = [row for row in batch.rows if row.sequence.prefill_done]
         prefills = [row for row in batch.rows if not row.sequence.prefill_done]
         self._machine.now += self._machine.config.step_times.seconds(
@@ -56,6 +49,13 @@ class _Runner:
             sum(row.num_tokens for row in prefills),
             sum(row.num_tokens * (row.num_tokens + 2 * row.start) for row in prefills),
         )
+        seeds = {row.sequence.handle: row.sequence.sampling.seed or 0 for row in batch.rows}
+        try:
+            errors = self._machine.step_fault(frozenset(seeds.values()))
+        except WorkerCrashedError as error:
+            raise DeviceLost from error
+        if errors:
+            raise StepFailed(errors[0].message, tuple(h for h in errors[0].handles if h in seeds))
         tokens = {}
         for row in batch.rows:
             if row.sample:

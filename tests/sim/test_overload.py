@@ -11,18 +11,10 @@ from typing import Any
 
 import pytest
 from octavo.protocol.steps import Priority
-from octavo_lab.sim import (
-    Arrival,
-    Cell,
-    Monitor,
-    Recorder,
-    Result,
-    SimWorkerConfig,
-    StepTimes,
-    poisson,
-    request_of,
-)
+from octavo.steptimes import StepTimes
+from octavo_lab.sim import Monitor, Recorder, SimCell, SimResult, SimWorkerConfig, poisson, request_of
 from octavo_lab.sim.chaos import Chaos
+from octavo_lab.traces import TraceRequest
 
 from scheduler_svc.core import Accepted, CoreConfig, Effect, LogEvent, NewRequest, SchedulerCore
 from scheduler_svc.core.overload import OverloadConfig
@@ -69,14 +61,14 @@ class Run:
         core = SchedulerCore(CoreConfig(**{"overload": OverloadConfig(), **config}))
         worker = SimWorkerConfig(worker_id="w0", step_times=TIMES, max_num_seqs=16)
         monitor = Monitor(core, audit_every=500)
-        cell = Cell(core, [worker], observers=[self.recorder, self.watch, monitor])
+        cell = SimCell(core, [worker], observers=[self.recorder, self.watch, monitor])
         rng, began, number = random.Random(seed), 0.0, 0
         for seconds, load in phases:
             times = poisson(load * CAPACITY_PER_S, rng)
             for offset in itertools.takewhile(lambda at, end=seconds: at < end, times):  # type: ignore[misc]
                 at = began + offset
                 spec = request_of(
-                    Arrival(0, rng.randint(40, 160), rng.randint(20, 100)), f"r{number}", number
+                    TraceRequest(0, rng.randint(40, 160), rng.randint(20, 100)), f"r{number}", number
                 )
                 cell.submit_at(at, replace(spec, **terms(rng, at)))
                 number += 1
@@ -84,10 +76,10 @@ class Run:
         cell.loop.run()
         self.ended_at = cell.loop.now
 
-    def between(self, start: float, end: float) -> list[Result]:
+    def between(self, start: float, end: float) -> list[SimResult]:
         return [one for one in self.recorder.results.values() if start <= one.arrival < end]
 
-    def served(self, start: float, end: float) -> list[Result]:
+    def served(self, start: float, end: float) -> list[SimResult]:
         """Return those that came and had their first token in between: the rest of the queue came later."""
         return [one for one in self.between(start, end) if (one.first_token_at or end) < end]
 
@@ -162,11 +154,13 @@ def interactive_p99_s(backlog: int) -> float:
     recorder = Recorder()
     core = SchedulerCore(CoreConfig(max_waiting_requests=20_000, overload=OverloadConfig()))
     worker = SimWorkerConfig(worker_id="w0", step_times=TIMES, max_num_seqs=16)
-    cell = Cell(core, [worker], observers=[recorder])
+    cell = SimCell(core, [worker], observers=[recorder])
     for number in range(backlog):
-        cell.submit(replace(request_of(Arrival(0, 64, 200), f"b{number}", number), priority=Priority.BATCH))
+        cell.submit(
+            replace(request_of(TraceRequest(0, 64, 200), f"b{number}", number), priority=Priority.BATCH)
+        )
     for number, at in enumerate(itertools.takewhile(lambda at: at < 60.0, poisson(4.0, random.Random(3)))):
-        spec = request_of(Arrival(0, 80, 12), f"i{number}", 10**6 + number)
+        spec = request_of(TraceRequest(0, 80, 12), f"i{number}", 10**6 + number)
         cell.submit_at(1.0 + at, replace(spec, **interactive(random.Random(0), 1.0 + at)))
     cell.loop.run(until=64.0)
     waits = [one.ttft_s for one in recorder.results.values() if one.priority is Priority.INTERACTIVE]

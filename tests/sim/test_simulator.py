@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from octavo.protocol.steps import Admit, FinishReason, Plan, RefuseReason, StepStatus
 from octavo.sampling import SamplingParams
+from octavo.steptimes import StepTimes
 from octavo_lab.sim import (
-    Arrival,
-    Cell,
     EventLoop,
     InvariantError,
     Monitor,
     PlanFaultError,
     Recorder,
+    SimCell,
     SimWorker,
     SimWorkerConfig,
-    StepTimes,
-    StepTimesError,
-    compressed,
     gamma,
     poisson,
     prefix_keys,
-    read_azure,
-    read_mooncake,
     request_of,
     stream_of,
     token_at,
 )
+from octavo_lab.traces import TraceRequest
 
 from scheduler_svc.core import EmitTokens, FinishChoice, SchedulerCore, SendPlan, TokenDelta
 from scheduler_svc.core.config import CoreConfig
@@ -66,40 +60,6 @@ def test_loop_runs_callbacks_by_time_and_those_of_one_moment_in_order() -> None:
     assert seen[-1] == ("c", 2.0)
 
 
-# Step times --------------------------------------------------------------------------------------
-
-
-def test_step_times_fit_a_table_of_measurements(tmp_path: Path) -> None:
-    decode = [
-        {"batch": b, "ctx": c, "ms": 1e3 * TIMES.seconds(b, b * c)}
-        for b in (1, 4, 16)
-        for c in (64, 512, 2048)
-    ]
-    prefill = [{"tokens": t, "ms": 1e3 * TIMES.seconds(0, 0, t, t * t)} for t in (16, 128, 1024, 2048)]
-    prefill.append({"tokens": 512, "reqs": 4, "each": 128, "ms": 1e3 * TIMES.seconds(0, 0, 512, 4 * 128**2)})
-    file = tmp_path / "table.json"
-    file.write_text(json.dumps({"decode": decode, "prefill": prefill}))
-    fitted = StepTimes.load(file)
-    assert fitted.per_decode == pytest.approx(TIMES.per_decode, rel=1e-6)
-    assert fitted.seconds(8, 4000, 256, 256**2) == pytest.approx(
-        TIMES.seconds(8, 4000, 256, 256**2), rel=1e-6
-    )
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": "octavo-step-times/1"}', '{"decode": []}'])
-def test_file_that_holds_no_step_times_is_named(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "broken.json"
-    file.write_text(text)
-    with pytest.raises(StepTimesError, match=r"broken\.json"):
-        StepTimes.load(file)
-
-
-def test_prompt_costs_the_same_in_one_piece_or_in_chunks() -> None:
-    whole = 300**2
-    chunks = sum(n * (n + 2 * start) for start, n in ((0, 100), (100, 100), (200, 100)))
-    assert whole == chunks
-
-
 # Arrivals ----------------------------------------------------------------------------------------
 
 
@@ -113,32 +73,18 @@ def test_gaps_have_the_rate_and_the_burstiness_asked_for(cv: float) -> None:
     assert next(poisson(5.0, random.Random(1))) > 0.0
 
 
-def test_azure_trace_is_read_with_times_from_its_start(tmp_path: Path) -> None:
-    file = tmp_path / "azure.csv"
-    file.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2023-11-16 18:15:46.6805900,374,44\n"
-        "2023-11-16 18:15:50.9951690,396,109\n"
-    )
-    first, second = read_azure(file)
-    assert (first.at, first.prompt_tokens, first.output_tokens) == (0.0, 374, 44)
-    assert second.at == pytest.approx(4.314579)
-    assert compressed([second], 2.0)[0].at == pytest.approx(2.1572895)
-
-
-def test_mooncake_prefixes_become_keys_that_are_equal_where_the_prompts_are(tmp_path: Path) -> None:
-    file = tmp_path / "mooncake.jsonl"
-    rows = [
-        {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]},
-        {"timestamp": 2500, "input_length": 1030, "output_length": 0, "hash_ids": [0, 1, 9]},
-    ]
-    file.write_text("\n".join(json.dumps(row) for row in rows))
-    first, second = read_mooncake(file)
-    assert (second.at, second.output_tokens) == (2.5, 1)
+def test_prefix_hashes_become_keys_that_are_equal_where_the_prompts_are() -> None:
+    first, second = TraceRequest(0.0, 1100, 5, (0, 1, 2)), TraceRequest(2.5, 1030, 1, (0, 1, 9))
     one, two = prefix_keys(first, 64), prefix_keys(second, 64)
     assert (len(one), len(two)) == (17, 16)
     assert one[:16] == two
     assert len(set(one)) == 17
+
+
+def test_hash_of_divided_lengths_stands_for_fewer_tokens() -> None:
+    request = TraceRequest(0.0, 1100 // 8, 5, (0, 1, 2))
+    assert len(prefix_keys(request, 16, scale=8)) == 137 // 16
+    assert request_of(request, "r", 1, 16, 8).prompt_keys == prefix_keys(request, 16, scale=8)
 
 
 # The simulated worker ----------------------------------------------------------------------------
@@ -200,7 +146,7 @@ def test_neighbouring_tokens_differ_so_that_a_shift_shows(stream: int, position:
 def watched() -> tuple[SchedulerCore, Monitor]:
     core = SchedulerCore(CoreConfig())
     monitor = Monitor(core)
-    spec = request_of(Arrival(0.0, 10, 4), "r", 1)
+    spec = request_of(TraceRequest(0.0, 10, 4), "r", 1)
     monitor.submitted(spec, 0.0)
     monitor.effects(core.submit(spec, 0.0), 0.0)
     return core, monitor
@@ -242,9 +188,11 @@ def test_monitor_objects_to_a_gap_in_plans() -> None:
 def test_recorder_shows_a_run_as_its_clients_saw_it() -> None:
     core = SchedulerCore(CoreConfig())
     recorder = Recorder(gaps=True)
-    cell = Cell(core, [SimWorkerConfig(worker_id="w", step_times=TIMES)], observers=[recorder, Monitor(core)])
+    cell = SimCell(
+        core, [SimWorkerConfig(worker_id="w", step_times=TIMES)], observers=[recorder, Monitor(core)]
+    )
     for index in range(20):
-        cell.submit_at(index * 0.05, request_of(Arrival(0.0, 50 + index, 10), f"r{index}", index))
+        cell.submit_at(index * 0.05, request_of(TraceRequest(0.0, 50 + index, 10), f"r{index}", index))
     cell.loop.run()
     assert len(recorder.completed) == 20
     assert len(recorder.token_gaps_s) == 20 * 9

@@ -8,9 +8,9 @@ from dataclasses import replace
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from octavo_lab.sim import FaultInjector, FaultRates, Monitor, Poison, Timings, check_ended
-from octavo_lab.sim.cell import Cell
-from octavo_lab.sim.chaos import Traffic, chaos_workers
+from octavo_lab.sim import FaultInjector, FaultRates, LinkTimings, Monitor, Poison, check_ended
+from octavo_lab.sim.cell import SimCell
+from octavo_lab.sim.chaos import RandomTraffic, chaos_workers
 
 from scheduler_svc.core import CoreConfig, SchedulerCore, StaticConfig
 from scheduler_svc.core.policies import POLICIES
@@ -47,12 +47,12 @@ class System(RuleBasedStateMachine):
             replace(worker, paged=paged, prefix_caching=config.prefix_caching)
             for worker in chaos_workers(workers)
         ]
-        self.cell = Cell(self.core, sizes, observers=[self.monitor], timings=Timings(restart_s=0.5))
+        self.cell = SimCell(self.core, sizes, observers=[self.monitor], timings=LinkTimings(restart_s=0.5))
         self.monitor.hosts = self.cell.hosts
         self.faults = FaultInjector(FaultRates(), random.Random(seed), hang_s=3.0)
         for host in self.cell.hosts.values():
             self.faults.install(host)
-        self.traffic = Traffic(random.Random(seed), max_output=60)
+        self.traffic = RandomTraffic(random.Random(seed), max_output=60)
         self.sent: list[tuple[str, int]] = []
         self.forced = False
 

@@ -60,7 +60,7 @@ FLOORS = {
         "keys errors",
         "types",
         "protocol",
-        "sampling service",
+        "sampling service steptimes",
         "v1",
     ),
     "octavo_lab": (
@@ -71,6 +71,7 @@ FLOORS = {
         "datasets",
         "load",
         "sim",
+        "traces",
         "command",
     ),
 }

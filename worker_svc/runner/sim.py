@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from octavo.sampling import SamplingParams
+from octavo.steptimes import StepTimes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from worker_svc.models.text import ModelText
 from worker_svc.runner.base import BlockCopy, LoadedModel, StepBatch, StepResult
-from worker_svc.runner.steptime import StepLoad, StepTimes
 
 BUILT_IN: Final = "sim"
 KV_BYTES_PER_TOKEN: Final = 23_040
@@ -85,7 +85,7 @@ class SimRunner:
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Sleep, then make up the tokens."""
-        self._sleep(self._times.predict(self._load_of(batch)) / self._speed)
+        self._sleep(self._times.seconds(*self._load_of(batch)) / self._speed)
         token_ids = {}
         for row in batch.rows:
             if row.sample:
@@ -125,18 +125,26 @@ class SimCopy:
         return self._duration_s
 
 
+class StepLoad(NamedTuple):
+    """What a step computes, as `StepTimes.seconds` takes it."""
+
+    num_decodes: int
+    context_tokens: int
+    prefill_tokens: int
+    prefill_squares: int
+
+
 def load_of(batch: StepBatch) -> StepLoad:
     """Return what a batch computes."""
-    decodes = prefill = context = 0
-    pairs = 0.0
+    decodes = context = prefill = squares = 0
     for row in batch.rows:
         if row.num_tokens == 1 and row.sequence.prefill_done:
             decodes += 1
             context += row.start + 1
         else:
             prefill += row.num_tokens
-            pairs += row.num_tokens * (row.start + row.num_tokens / 2)
-    return StepLoad(decodes, prefill, context, pairs)
+            squares += row.num_tokens * (row.num_tokens + 2 * row.start)
+    return StepLoad(decodes, context, prefill, squares)
 
 
 def padded_load_of(batch: StepBatch) -> StepLoad:
@@ -146,10 +154,9 @@ def padded_load_of(batch: StepBatch) -> StepLoad:
     if not longer or any(row.start > 0 for row in longer):
         return load
     widest = max(row.num_tokens for row in longer)
-    return replace(
-        load,
-        num_prefill_tokens=load.num_prefill_tokens + sum(widest - row.num_tokens for row in longer),
-        prefill_pairs=load.prefill_pairs + sum((widest**2 - row.num_tokens**2) / 2 for row in longer),
+    return load._replace(
+        prefill_tokens=load.prefill_tokens + sum(widest - row.num_tokens for row in longer),
+        prefill_squares=load.prefill_squares + sum(widest**2 - row.num_tokens**2 for row in longer),
     )
 
 

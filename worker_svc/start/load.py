@@ -7,6 +7,8 @@ import signal
 import threading
 import time
 
+from octavo.steptimes import StepTimes, StepTimesError
+
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.engine import EngineConfig, WorkerEngine
 from worker_svc.engine.faults import Faults, FaultyRunner
@@ -149,17 +151,19 @@ def _load_vllm(settings: WorkerSettings, progress: Progress) -> ModelRunner:
 
 def _load_sim(settings: WorkerSettings, progress: Progress) -> ModelRunner:
     from worker_svc.runner.sim import BUILT_IN, SimRunner, built_in_model, simulated
-    from worker_svc.runner.steptime import StepTimes, read_profile
 
-    backend, sim = settings.backend, settings.sim
-    times = StepTimes() if sim.sim_profile is None else read_profile(sim.sim_profile)
+    backend, profile = settings.backend, settings.sim.sim_profile
+    try:
+        times = StepTimes.builtin() if profile is None else StepTimes.load(profile)
+    except StepTimesError as error:
+        raise InvalidSettings(f"sim_profile {error}") from None
     if backend.model == BUILT_IN:
         info = built_in_model()
     else:
         from worker_svc.models.resolve import resolve
 
         info = simulated(_text_info(resolve(backend.model, progress, backend.revision), "sim"))
-    return SimRunner(info, times, sim.sim_speed, padded=backend.padded)
+    return SimRunner(info, times, settings.sim.sim_speed, padded=backend.padded)
 
 
 def _text_info(model: ResolvedModel, runner: str) -> LoadedModel:

@@ -23,7 +23,7 @@ from octavo_lab.load.arrivals import Closed
 from octavo_lab.load.generator import Traffic, generate
 from octavo_lab.load.records import Outcome, RunRecord, TargetRecord
 from octavo_lab.load.statistics import Distribution, Interval, distribution, quantile_ratio_interval
-from octavo_lab.load.target import Answer, Request, Sink, Target
+from octavo_lab.load.target import Answer, LoadTarget, PlannedRequest, Sink
 from octavo_lab.load.targets.octavo import OctavoTarget
 
 ARMS: Final = {"chunked": "--chunked-prefill", "whole": "--no-chunked-prefill"}
@@ -155,7 +155,7 @@ async def measure(config: ChunkedConfig, tell: Tell) -> Comparison:
 
 
 async def compare(
-    targets: Mapping[str, Target], corpus: Corpus, config: ChunkedConfig, tell: Tell
+    targets: Mapping[str, LoadTarget], corpus: Corpus, config: ChunkedConfig, tell: Tell
 ) -> Comparison:
     """Let targets that were entered take turns."""
     tell("warming up", 0.05)
@@ -172,7 +172,7 @@ async def compare(
     return Comparison(config, arms)
 
 
-async def _warm_up(target: Target, corpus: Corpus, config: ChunkedConfig) -> None:
+async def _warm_up(target: LoadTarget, corpus: Corpus, config: ChunkedConfig) -> None:
     """Ask for one long prompt, alone: it makes everything as large as it will become."""
     run = await generate(target, Traffic(requests=[_long(corpus, config)], arrivals=Closed(1)))
     if run.requests[0].outcome is not Outcome.OK:
@@ -180,7 +180,7 @@ async def _warm_up(target: Target, corpus: Corpus, config: ChunkedConfig) -> Non
 
 
 async def _turn(
-    target: Target, corpus: Corpus, config: ChunkedConfig
+    target: LoadTarget, corpus: Corpus, config: ChunkedConfig
 ) -> tuple[RunRecord, Sequence[LongPrompt]]:
     short = [_short(corpus, config) for _ in range(config.requests_per_turn)]
     async with WithLongPrompts(target, lambda: _long(corpus, config), config.every) as mixed:
@@ -195,7 +195,7 @@ class WithLongPrompts:
     other arm's turn.
     """
 
-    def __init__(self, target: Target, make: Callable[[], Request], every: int) -> None:
+    def __init__(self, target: LoadTarget, make: Callable[[], PlannedRequest], every: int) -> None:
         self.long: list[LongPrompt] = []
         self._target = target
         self._make = make
@@ -208,8 +208,8 @@ class WithLongPrompts:
         """That of the target."""
         return self._target.record
 
-    async def ask(self, request: Request, sink: Sink) -> Answer:
-        """Pass it on; see `Target`."""
+    async def ask(self, request: PlannedRequest, sink: Sink) -> Answer:
+        """Pass it on; see `LoadTarget`."""
         answer = await self._target.ask(request, sink)
         self._ended += 1
         if self._ended % self._every == self._every // 2:
@@ -240,8 +240,8 @@ class WithLongPrompts:
         await asyncio.gather(*self._tasks, return_exceptions=error is not None)
 
 
-def _short(corpus: Corpus, config: ChunkedConfig) -> Request:
-    return Request(
+def _short(corpus: Corpus, config: ChunkedConfig) -> PlannedRequest:
+    return PlannedRequest(
         prompt=corpus.window(config.prompt_tokens),
         prompt_tokens=config.prompt_tokens,
         output_tokens=config.output_tokens,
@@ -249,8 +249,8 @@ def _short(corpus: Corpus, config: ChunkedConfig) -> Request:
     )
 
 
-def _long(corpus: Corpus, config: ChunkedConfig) -> Request:
-    return Request(
+def _long(corpus: Corpus, config: ChunkedConfig) -> PlannedRequest:
+    return PlannedRequest(
         prompt=corpus.window(config.long_tokens),
         prompt_tokens=config.long_tokens,
         output_tokens=_LONG_OUTPUT_TOKENS,

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo_lab.command import BenchError
 from octavo_lab.datasets.tokenizers import Tokenizer, counts
-from octavo_lab.load.target import Request
+from octavo_lab.load.target import PlannedRequest
 
 _HUMAN = ("human", "user")
 
@@ -21,7 +21,7 @@ _HUMAN = ("human", "user")
 class FileRequests:
     """Requests of a file, in its order."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[PlannedRequest, ...]
     at_s: tuple[float, ...] | None
     """When they came, where every line says so."""
 
@@ -56,7 +56,7 @@ async def read(path: Path, tokenizer: Tokenizer, output_tokens: int | None) -> F
 
 
 async def _json_lines(path: Path, text: str, tokenizer: Tokenizer, output_tokens: int | None) -> FileRequests:
-    requests: list[Request] = []
+    requests: list[PlannedRequest] = []
     times: list[float] = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -73,7 +73,7 @@ async def _json_lines(path: Path, text: str, tokenizer: Tokenizer, output_tokens
     return FileRequests(await _counted(requests, tokenizer), tuple(times) or None)
 
 
-def _request(row: Mapping[str, Any], output_tokens: int | None) -> Request:
+def _request(row: Mapping[str, Any], output_tokens: int | None) -> PlannedRequest:
     prompt = row.get("prompt", row.get("messages"))
     if not prompt or not isinstance(prompt, str | list):
         raise ValueError("has no prompt (text or token ids) and no messages")
@@ -87,7 +87,7 @@ def _request(row: Mapping[str, Any], output_tokens: int | None) -> Request:
     options = row.get("options", {})
     if not isinstance(options, dict):
         raise TypeError("options must be an object")
-    return Request(
+    return PlannedRequest(
         prompt=prompt, prompt_tokens=0, output_tokens=wanted, kind=str(row.get("kind", "")), options=options
     )
 
@@ -108,7 +108,7 @@ async def _share_gpt(path: Path, text: str, tokenizer: Tokenizer) -> FileRequest
         raise BenchError(f"{path} is not in ShareGPT's format: {error!r}") from error
     wanted = await counts(tokenizer, [answer for _, answer in pairs])
     requests = [
-        Request(prompt=question, prompt_tokens=0, output_tokens=max(1, tokens))
+        PlannedRequest(prompt=question, prompt_tokens=0, output_tokens=max(1, tokens))
         for (question, _), tokens in zip(pairs, wanted, strict=True)
     ]
     return FileRequests(await _counted(requests, tokenizer), None)
@@ -122,7 +122,7 @@ def _first_exchange(turns: Iterable[Mapping[str, str]]) -> tuple[str, str] | Non
     return None
 
 
-async def _counted(requests: list[Request], tokenizer: Tokenizer) -> tuple[Request, ...]:
+async def _counted(requests: list[PlannedRequest], tokenizer: Tokenizer) -> tuple[PlannedRequest, ...]:
     """Return the requests with the tokens of their prompts; of a conversation, those of its contents."""
     texts = [_text(one.prompt) for one in requests]
     counted = iter(await counts(tokenizer, [text for text in texts if text is not None]))

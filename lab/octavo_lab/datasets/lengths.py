@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from octavo_lab.command import BenchError
-from octavo_lab.fleet.workload import AZURE_FILES, MOONCAKE, find_trace
-from octavo_lab.sim import Arrival, read_azure, read_mooncake
+from octavo_lab.traces import TraceRequest, read_trace
 
-TRACES: Final = {
-    **AZURE_FILES,
-    "mooncake": MOONCAKE,
-}
-"""Names of the traces and their files."""
 FIT_SHARE: Final = 0.99
 """Share of the requests of a trace that scaling makes fit."""
 MARGIN_TOKENS: Final = 8
@@ -28,7 +22,7 @@ MARGIN_TOKENS: Final = 8
 class Lengths:
     """Requests without prompts, and what was done to them in words."""
 
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[TraceRequest, ...]
     description: str
     scale: int = 1
     """What the lengths of the trace were divided by."""
@@ -44,8 +38,7 @@ def of_trace(name: str, context: int, *, scale: int | None = None, folder: Path 
     Raises:
         BenchError: there is no such trace, or nothing of it fits.
     """
-    path = find_trace(TRACES[name], folder)
-    rows = read_mooncake(path) if name == "mooncake" else read_azure(path)
+    rows = read_trace(name, folder)
     room = context - MARGIN_TOKENS
     totals = sorted(row.prompt_tokens + row.output_tokens for row in rows)
     if scale is None:
@@ -58,7 +51,7 @@ def of_trace(name: str, context: int, *, scale: int | None = None, folder: Path 
     return Lengths(kept, how, scale)
 
 
-def _scaled(row: Arrival, scale: int) -> Arrival:
+def _scaled(row: TraceRequest, scale: int) -> TraceRequest:
     return replace(
         row,
         prompt_tokens=max(1, round(row.prompt_tokens / scale)),
@@ -66,7 +59,7 @@ def _scaled(row: Arrival, scale: int) -> Arrival:
     )
 
 
-def window(arrivals: Sequence[Arrival], count: int, seed: int) -> list[Arrival]:
+def window(arrivals: Sequence[TraceRequest], count: int, seed: int) -> list[TraceRequest]:
     """Return `count` requests in a row from a place drawn by the seed; after the last comes the first."""
     start = random.Random(seed).randrange(len(arrivals))
     return [arrivals[(start + offset) % len(arrivals)] for offset in range(count)]
@@ -91,20 +84,20 @@ class Drawn:
         means = f"{self.prompt_tokens:g} tokens in, {self.output_tokens:g} out"
         return f"fixed, {means}" if self.cv == 0 else f"lognormal, {means} on average, variation {self.cv:g}"
 
-    def draw(self, count: int, context: int, seed: int) -> list[Arrival]:
+    def draw(self, count: int, context: int, seed: int) -> list[TraceRequest]:
         """Return requests that fit a context; what does not is drawn again, which lowers the means a little.
 
         Raises:
             BenchError: they hardly ever fit.
         """
         rng = random.Random(seed)
-        drawn: list[Arrival] = []
+        drawn: list[TraceRequest] = []
         for _ in range(100 * count + 100):
             if len(drawn) == count:
                 return drawn
             prompt, output = self._length(rng, self.prompt_tokens), self._length(rng, self.output_tokens)
             if prompt + output <= context - MARGIN_TOKENS:
-                drawn.append(Arrival(0.0, prompt, output))
+                drawn.append(TraceRequest(0.0, prompt, output))
         raise BenchError(f"{self}: does not fit a context of {context} tokens")
 
     def _length(self, rng: random.Random, mean: float) -> int:

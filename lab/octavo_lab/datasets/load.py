@@ -10,11 +10,10 @@ from typing import Final
 from octavo_lab.command import BenchError
 from octavo_lab.datasets import files, lengths
 from octavo_lab.datasets.corpus import Corpus, open_corpus
-from octavo_lab.datasets.lengths import TRACES, Drawn, Lengths
+from octavo_lab.datasets.lengths import Drawn, Lengths
 from octavo_lab.datasets.tokenizers import Tokenizer
-from octavo_lab.load.target import Request
-from octavo_lab.sim import Arrival
-from octavo_lab.sim.arrivals import MOONCAKE_BLOCK_TOKENS
+from octavo_lab.load.target import PlannedRequest
+from octavo_lab.traces import MOONCAKE_BLOCK_TOKENS, TRACES, TraceRequest
 
 FIXED: Final = "fixed"
 LOGNORMAL: Final = "lognormal"
@@ -38,7 +37,7 @@ class DatasetConfig:
     scale: int | None = None
     """What the lengths of a trace are divided by; None is worked out from the context."""
     traces: Path | None = None
-    """Folder of the traces; see `octavo_lab.fleet.workload.find_trace`."""
+    """Folder of the traces; see `octavo_lab.traces.read_trace`."""
     buckets: tuple[int, ...] = ()
     """Upper prompt lengths; requests are labelled with the one they fall into."""
     seed: int = 1
@@ -72,7 +71,7 @@ class Dataset:
             return tuple(arrival.at for arrival in self._source.arrivals)
         return None
 
-    def requests(self, count: int) -> list[Request]:
+    def requests(self, count: int) -> list[PlannedRequest]:
         """Return so many requests.
 
         Those of a trace are in a row, from a place that the seed draws; those of a file begin with its first.
@@ -87,7 +86,7 @@ class Dataset:
             return self._labelled(self._written(lengths.window(self._source.arrivals, count, seed)))
         return self._labelled(self._written(self._source.draw(count, context, seed)))
 
-    def in_order(self, count: int | None = None) -> list[Request]:
+    def in_order(self, count: int | None = None) -> list[PlannedRequest]:
         """Return the first requests, or all, as they go with `at_s`."""
         if isinstance(self._source, Drawn):
             raise BenchError("drawn lengths have no times to replay")
@@ -96,7 +95,7 @@ class Dataset:
             return self._from_file(requests, len(requests) if count is None else count)
         return self._labelled(self._written(self._source.arrivals[:count]))
 
-    def _from_file(self, requests: Sequence[Request], count: int) -> list[Request]:
+    def _from_file(self, requests: Sequence[PlannedRequest], count: int) -> list[PlannedRequest]:
         if count > len(requests):
             raise BenchError(
                 f"{self._config.source} has {len(requests)} requests, and {count} are needed: ask for fewer, "
@@ -104,18 +103,18 @@ class Dataset:
             )
         return self._labelled(requests[:count])
 
-    def _written(self, arrivals: Iterable[Arrival]) -> Iterable[Request]:
+    def _written(self, arrivals: Iterable[TraceRequest]) -> Iterable[PlannedRequest]:
         """Give each request a prompt; those whose leading hashes are equal get equal beginnings."""
         assert self._corpus is not None, "only files come without a corpus"
         for arrival in arrivals:
             shared, covered = self._shared_prefix(self._corpus, arrival)
-            yield Request(
+            yield PlannedRequest(
                 prompt=shared + self._corpus.window(arrival.prompt_tokens - covered),
                 prompt_tokens=arrival.prompt_tokens,
                 output_tokens=arrival.output_tokens,
             )
 
-    def _shared_prefix(self, corpus: Corpus, arrival: Arrival) -> tuple[str, int]:
+    def _shared_prefix(self, corpus: Corpus, arrival: TraceRequest) -> tuple[str, int]:
         scale = self._source.scale if isinstance(self._source, Lengths) else 1
         per_block = MOONCAKE_BLOCK_TOKENS // scale
         if not per_block:
@@ -127,7 +126,7 @@ class Dataset:
                 self._blocks[block] = corpus.window(per_block)
         return "".join(self._blocks[block] for block in arrival.prefix[:whole]), whole * per_block
 
-    def _labelled(self, requests: Iterable[Request]) -> list[Request]:
+    def _labelled(self, requests: Iterable[PlannedRequest]) -> list[PlannedRequest]:
         if not self._config.buckets:
             return list(requests)
         return [replace(one, kind=bucket_of(one.prompt_tokens, self._config.buckets)) for one in requests]

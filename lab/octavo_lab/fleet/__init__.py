@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from octavo.cli import output
+from octavo.steptimes import StepTimes, StepTimesError
 
 from octavo_lab.command import BenchError, claim_folder
 
@@ -142,7 +143,7 @@ def run(arguments: argparse.Namespace) -> str:
 def _fleet(arguments: argparse.Namespace) -> FleetConfig:
     """Return the fleet that the flags describe."""
     from octavo_lab.fleet.workload import FleetConfig  # noqa: PLC0415 # see `run`
-    from octavo_lab.sim import FaultRates, StepTimes, StepTimesError  # noqa: PLC0415 # see `run`
+    from octavo_lab.sim import FaultRates  # noqa: PLC0415 # see `run`
 
     try:
         times = StepTimes.builtin() if arguments.steps is None else StepTimes.load(arguments.steps)

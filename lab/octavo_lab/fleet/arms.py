@@ -14,13 +14,13 @@ from typing import Final, Protocol, TypeGuard
 
 from octavo_lab.fleet.workload import FleetConfig, Job
 from octavo_lab.sim import (
-    Cell,
     EventLoop,
     FaultInjector,
     FaultRates,
-    Observer,
     Recorder,
-    Result,
+    SimCell,
+    SimObserver,
+    SimResult,
     WorkerHost,
 )
 from scheduler_svc.core import CoreConfig, Effect, FinishChoice, NewRequest, Reject, SchedulerCore
@@ -76,7 +76,7 @@ def _is_end(effect: Effect) -> TypeGuard[Reject | FinishChoice]:
 class Engine:
     """One worker with a core of its own, as a router sees it."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: SimCell) -> None:
         self.cell = cell
         self._outstanding = _Outstanding()
         cell.observers.append(self._outstanding)
@@ -150,10 +150,10 @@ class LateBinding:
     """One core over all workers."""
 
     def __init__(
-        self, fleet: FleetConfig, config: CoreConfig, loop: EventLoop, observers: Sequence[Observer]
+        self, fleet: FleetConfig, config: CoreConfig, loop: EventLoop, observers: Sequence[SimObserver]
     ) -> None:
         workers = [fleet.worker(index) for index in range(fleet.num_workers)]
-        self._cell = Cell(SchedulerCore(config), workers, loop, observers)
+        self._cell = SimCell(SchedulerCore(config), workers, loop, observers)
         self.hosts: Sequence[WorkerHost] = list(self._cell.hosts.values())
 
     def submit(self, spec: NewRequest) -> None:
@@ -177,11 +177,11 @@ class EarlyBinding:
         fleet: FleetConfig,
         config: CoreConfig,
         loop: EventLoop,
-        observers: Sequence[Observer],
+        observers: Sequence[SimObserver],
         router: Router,
     ) -> None:
         self._engines = [
-            Engine(Cell(SchedulerCore(config), [fleet.worker(index)], loop, observers))
+            Engine(SimCell(SchedulerCore(config), [fleet.worker(index)], loop, observers))
             for index in range(fleet.num_workers)
         ]
         self._open = list(self._engines)
@@ -221,7 +221,7 @@ def simulate(
     *,
     seed: int = 0,
     trouble: Trouble = NO_TROUBLE,
-) -> list[Result]:
+) -> list[SimResult]:
     """Run jobs on a fleet until all have ended; return what their clients saw."""
     loop, recorder, ends = EventLoop(), Recorder(), _Ends()
     running: Arm

@@ -16,7 +16,7 @@ from octavo_lab.datasets.lengths import Drawn
 from octavo_lab.fleet import workload
 from octavo_lab.fleet.arms import ARMS, LATE, NO_TROUBLE, Trouble, simulate
 from octavo_lab.fleet.workload import FleetConfig, Job
-from octavo_lab.sim import Result
+from octavo_lab.sim import SimResult
 from scheduler_svc.core import CoreConfig
 
 NUM_QUANTILES: Final = 401
@@ -41,9 +41,9 @@ class Traffic:
     load: float = 0.9
     """Share of the capacity of the fleet when nothing ails it and nothing is cached."""
     traces: Path | None = None
-    """Folder of the public traces; None: where `find_trace` looks."""
+    """Folder of the public traces; None: as `read_trace` has it."""
     trace: str = "azure-conv"
-    """A key of `workload.AZURE_FILES`, or POISSON; where prefixes do not matter."""
+    """One of `traces.AZURE`, or POISSON; where prefixes do not matter."""
     lengths: Drawn = Drawn(1000, 200, 1.0)
     """Of the requests of POISSON."""
     plan_log: Path | None = None
@@ -142,7 +142,7 @@ def execute(run: Run) -> Outcome:
     return _outcome(run, results, span_s, bound)
 
 
-def _outcome(run: Run, results: Sequence[Result], span_s: float, bound: float) -> Outcome:
+def _outcome(run: Run, results: Sequence[SimResult], span_s: float, bound: float) -> Outcome:
     ttfts = np.array([result.ttft_s for result in results if result.ttft_s is not None])
     tpots = np.array([result.tpot_s for result in results if result.tpot_s is not None])
     p50, p90, p99 = (float(value) for value in np.percentile(ttfts, (50, 90, 99)))

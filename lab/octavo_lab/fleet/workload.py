@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,40 +9,24 @@ from pathlib import Path
 from typing import Final
 
 from octavo.protocol.steps import KEY_BYTES
+from octavo.steptimes import StepTimes
 
-from octavo_lab.command import BenchError
 from octavo_lab.sim import (
-    Arrival,
     FaultRates,
     SimWorkerConfig,
-    StepTimes,
     compressed,
     poisson,
-    read_azure,
-    read_mooncake,
     request_of,
 )
-from octavo_lab.sim.arrivals import MOONCAKE_BLOCK_TOKENS
+from octavo_lab.traces import MOONCAKE, MOONCAKE_BLOCK_TOKENS, TraceRequest, read_trace
 from scheduler_svc.core import NewRequest
 from scheduler_svc.planlog import PlanLogError, replayed_requests
-
-AZURE_FILES: Final = {
-    "azure-conv": "azure_llm_2023_conv.csv",
-    "azure-code": "azure_llm_2023_code.csv",
-}
-"""Traces of lengths and times, by name."""
-MOONCAKE: Final = "mooncake_conversation.jsonl"
-TRACES_VARIABLE: Final = "OCTAVO_TRACES"
 
 START_S: Final = 1.0
 """When the first request comes: all workers have attached by then."""
 
 Job = tuple[float, NewRequest]
 """When (virtual seconds), and what."""
-
-
-class TraceNotFoundError(BenchError):
-    """A trace is not where it was looked for; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +57,7 @@ class FleetConfig:
             prefix_caching=self.prefix_caching,
         )
 
-    def work_s(self, arrival: Arrival) -> float:
+    def work_s(self, arrival: TraceRequest) -> float:
         """Return the seconds of a worker that a request costs when nothing of it is cached.
 
         Its share of steps that are full: the fixed cost of a step is divided among its tokens, all
@@ -83,49 +66,28 @@ class FleetConfig:
         times, prompt, output = self.step_times, arrival.prompt_tokens, arrival.output_tokens
         decodes = output - 1
         context = decodes * prompt + decodes * (decodes + 1) / 2
-        ms = times.per_prefill_token * prompt + times.per_prefill_token_squared * prompt**2
-        ms += times.per_decode * decodes + times.per_context_token * context
-        ms += (times.base + times.prefill_base) * (prompt + output) / self.max_num_batched_tokens
-        return ms * 1e-3
+        seconds = times.per_prefill_token * prompt + times.per_prefill_token_squared * prompt**2
+        seconds += times.per_decode * decodes + times.per_context_token * context
+        return seconds + (times.base + times.prefill_base) * (prompt + output) / self.max_num_batched_tokens
 
-    def capacity_per_s(self, arrivals: Sequence[Arrival]) -> float:
+    def capacity_per_s(self, arrivals: Sequence[TraceRequest]) -> float:
         """Return how many requests like these the fleet can do per second, none of them slowed."""
         return self.num_workers * len(arrivals) / sum(map(self.work_s, arrivals))
 
 
-def find_trace(name: str, folder: Path | None = None) -> Path:
-    """Return the path of a public trace.
-
-    It is looked for in `folder`, else in the folder named by OCTAVO_TRACES, else beside the repository.
-
-    Raises:
-        TraceNotFoundError: it is not there.
-    """
-    if folder is None:
-        named = os.environ.get(TRACES_VARIABLE)
-        folder = Path(named) if named else Path(__file__).parents[4].parent / "shared" / "traces"
-    path = folder / name
-    if not path.is_file():
-        raise TraceNotFoundError(
-            f"no {name} in {folder}: name the folder of the traces with --traces or {TRACES_VARIABLE}; "
-            "docs/fleet.md says where they come from"
-        )
-    return path
-
-
-def at_random_times(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
+def at_random_times(arrivals: Sequence[TraceRequest], seed: int) -> list[TraceRequest]:
     """Return the requests at the times of a Poisson process of one per second."""
     times = poisson(1.0, random.Random(seed))
     return [replace(arrival, at=at) for arrival, at in zip(arrivals, times, strict=False)]
 
 
-def azure(name: str, config: FleetConfig, folder: Path | None = None) -> list[Arrival]:
+def azure(name: str, config: FleetConfig, folder: Path | None = None) -> list[TraceRequest]:
     """Read an Azure trace; what no worker can hold is left out (5 of the 19,366 conversations)."""
-    arrivals = read_azure(find_trace(AZURE_FILES[name], folder))
+    arrivals = read_trace(name, folder)
     return [a for a in arrivals if a.prompt_tokens + a.output_tokens <= config.max_model_len]
 
 
-def mooncake(config: FleetConfig, scale: int, folder: Path | None = None) -> list[Arrival]:
+def mooncake(config: FleetConfig, scale: int, folder: Path | None = None) -> list[TraceRequest]:
     """Read the Mooncake trace with all lengths divided by `scale`, so that each hash stands for fewer tokens.
 
     The prefixes that requests share stay what they are. `scale` divides MOONCAKE_BLOCK_TOKENS.
@@ -136,12 +98,12 @@ def mooncake(config: FleetConfig, scale: int, folder: Path | None = None) -> lis
             prompt_tokens=max(1, a.prompt_tokens // scale),
             output_tokens=max(1, a.output_tokens // scale),
         )
-        for a in read_mooncake(find_trace(MOONCAKE, folder))
+        for a in read_trace(MOONCAKE, folder)
     ]
     return [a for a in arrivals if a.prompt_tokens + a.output_tokens <= config.max_model_len]
 
 
-def window(arrivals: Sequence[Arrival], count: int, seed: int) -> list[Arrival]:
+def window(arrivals: Sequence[TraceRequest], count: int, seed: int) -> list[TraceRequest]:
     """Return `count` requests in a row, from a place drawn by `seed`; all of them if there are no more."""
     spare = len(arrivals) - count
     start = random.Random(seed).randint(0, spare) if spare > 0 else 0
@@ -149,38 +111,24 @@ def window(arrivals: Sequence[Arrival], count: int, seed: int) -> list[Arrival]:
     return [replace(arrival, at=arrival.at - part[0].at) for arrival in part]
 
 
-def at_load(arrivals: Sequence[Arrival], config: FleetConfig, load: float) -> list[Arrival]:
+def at_load(arrivals: Sequence[TraceRequest], config: FleetConfig, load: float) -> list[TraceRequest]:
     """Return the requests compressed in time (or stretched) so that they offer a share of the capacity."""
     rate = len(arrivals) / (arrivals[-1].at - arrivals[0].at)
     return compressed(arrivals, load * config.capacity_per_s(arrivals) / rate)
 
 
-def jobs(arrivals: Sequence[Arrival], config: FleetConfig, scale: int = 1) -> list[Job]:
+def jobs(arrivals: Sequence[TraceRequest], config: FleetConfig, scale: int = 1) -> list[Job]:
     """Return the requests of a trace; each generates exactly as much as the trace says."""
     return [
         (
             START_S + arrival.at,
             replace(
-                request_of(replace(arrival, prefix=()), f"r{number}", number, block_size=config.block_size),
-                prompt_keys=_prefix_keys(arrival, config.block_size, scale),
+                request_of(arrival, f"r{number}", number, config.block_size, scale),
                 root_key=number.to_bytes(KEY_BYTES, "big"),
             ),
         )
         for number, arrival in enumerate(arrivals)
     ]
-
-
-def _prefix_keys(arrival: Arrival, block_size: int, scale: int) -> tuple[bytes, ...]:
-    """Return keys of the full blocks of a prompt that are equal where its prefix hashes are.
-
-    What no hash covers is the request's own; the core makes up those keys.
-    """
-    per_hash = MOONCAKE_BLOCK_TOKENS // scale // block_size
-    covered = min(arrival.prompt_tokens // block_size, len(arrival.prefix) * per_hash)
-    return tuple(
-        (arrival.prefix[index // per_hash] * per_hash + index % per_hash).to_bytes(KEY_BYTES, "big")
-        for index in range(covered)
-    )
 
 
 def jobs_of_plan_log(path: Path, config: FleetConfig, load: float) -> list[Job]:
@@ -191,7 +139,9 @@ def jobs_of_plan_log(path: Path, config: FleetConfig, load: float) -> list[Job]:
         OSError: it cannot be read.
     """
     logged = replayed_requests(path)
-    arrivals = [Arrival(at, len(spec.prompt_token_ids), spec.sampling.max_tokens or 1) for at, spec in logged]
+    arrivals = [
+        TraceRequest(at, len(spec.prompt_token_ids), spec.sampling.max_tokens or 1) for at, spec in logged
+    ]
     if len(arrivals) < 2 or arrivals[-1].at <= arrivals[0].at:
         raise PlanLogError(f"{path}: fewer than two requests were answered")
     moved = at_load(arrivals, config, load)
@@ -201,7 +151,7 @@ def jobs_of_plan_log(path: Path, config: FleetConfig, load: float) -> list[Job]:
     ]
 
 
-def unbounded_hit_rate(arrivals: Sequence[Arrival], scale: int) -> float:
+def unbounded_hit_rate(arrivals: Sequence[TraceRequest], scale: int) -> float:
     """Return the share of prompt tokens that a cache without bounds would have held."""
     seen: set[int] = set()
     block = MOONCAKE_BLOCK_TOKENS // scale

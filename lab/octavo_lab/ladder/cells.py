@@ -17,9 +17,9 @@ from octavo_lab.ladder.plan import Cell
 from octavo_lab.ladder.watch import Sample, Watch, series_from_json, series_to_json, settled
 from octavo_lab.ladder.workload import Workload
 from octavo_lab.load.arrivals import Closed, Process
-from octavo_lab.load.generator import Limits, Traffic, generate, requests_needed
+from octavo_lab.load.generator import RunLimits, Traffic, generate, requests_needed
 from octavo_lab.load.records import RunRecord, from_json, to_json
-from octavo_lab.load.target import Request
+from octavo_lab.load.target import PlannedRequest
 from octavo_lab.load.targets.octavo import OctavoTarget
 
 _PATIENCE_S: Final = 900.0
@@ -76,7 +76,7 @@ class Driver:
             warm_up_s=cell.warm_up_s,
             duration_s=cell.window_s,
         )
-        run, samples = self._drive(stack, traffic, Limits(drain_s=cell.drain_s))
+        run, samples = self._drive(stack, traffic, RunLimits(drain_s=cell.drain_s))
         return CellResult(cell, replace(run, name=cell.arm), tuple(samples))
 
     def saturate(self, stack: Stack, count: int, concurrency: int, seed: int) -> RunRecord:
@@ -87,7 +87,7 @@ class Driver:
             seed=seed,
             dataset=self._workload.description,
         )
-        return self._drive(stack, traffic, Limits(drain_s=_PATIENCE_S))[0]
+        return self._drive(stack, traffic, RunLimits(drain_s=_PATIENCE_S))[0]
 
     def offer(self, stack: Stack, process: Process, count: int, seed: int) -> RunRecord:
         """Send `count` requests in an open loop, and wait for their answers."""
@@ -97,9 +97,9 @@ class Driver:
             seed=seed,
             dataset=self._workload.description,
         )
-        return self._drive(stack, traffic, Limits(drain_s=_PATIENCE_S))[0]
+        return self._drive(stack, traffic, RunLimits(drain_s=_PATIENCE_S))[0]
 
-    def _patient(self, seed: int, count: int) -> list[Request]:
+    def _patient(self, seed: int, count: int) -> list[PlannedRequest]:
         """Return requests that wait for as long as it takes: a search wants to know who is how fast."""
         return [
             replace(one, options={**one.options, "queue_timeout": _PATIENCE_S})
@@ -110,20 +110,20 @@ class Driver:
         """Have a stack do everything once, so that nothing is done for the first time in a measurement."""
         self.saturate(stack, 8, 8, seed=self._config.seed)
 
-    def _drive(self, stack: Stack, traffic: Traffic, limits: Limits) -> tuple[RunRecord, list[Sample]]:
+    def _drive(self, stack: Stack, traffic: Traffic, limits: RunLimits) -> tuple[RunRecord, list[Sample]]:
         # What an earlier run has left in a cache is of no use to this one: each cell begins cold.
         self._runs += 1
         salt = f"ladder-{os.getpid()}-{self._runs}"
         salted = replace(traffic, requests=[_with_salt(one, salt) for one in traffic.requests])
         return self._runner.run(self._go(stack, salted, limits))
 
-    async def _go(self, stack: Stack, traffic: Traffic, limits: Limits) -> tuple[RunRecord, list[Sample]]:
+    async def _go(self, stack: Stack, traffic: Traffic, limits: RunLimits) -> tuple[RunRecord, list[Sample]]:
         async with OctavoTarget(stack.endpoint) as target, Watch(stack, self._gpu) as watch:
             run = await generate(target, traffic, limits)
         return run, settled(watch.samples)
 
 
-def _with_salt(request: Request, salt: str) -> Request:
+def _with_salt(request: PlannedRequest, salt: str) -> PlannedRequest:
     return replace(request, options={**request.options, "cache_salt": salt})
 
 

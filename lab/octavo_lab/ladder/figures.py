@@ -14,7 +14,7 @@ from typing import Any, Final
 from octavo_lab.ladder.cells import CellResult
 from octavo_lab.ladder.config import LadderConfig
 from octavo_lab.ladder.watch import Sample, series_to_json
-from octavo_lab.load.records import Outcome, RequestRecord
+from octavo_lab.load.records import Outcome, RequestMeasurement
 from octavo_lab.load.statistics import Interval, mean_interval, needed, quantile_interval
 from octavo_lab.load.summary import Summary, summarize
 from octavo_lab.serve.plan import parse_slo
@@ -159,8 +159,8 @@ def figures_of(results: Sequence[CellResult], config: LadderConfig) -> Figures:
 
 
 def latency(
-    requests: Sequence[RequestRecord],
-    value: Callable[[RequestRecord], float | None],
+    requests: Sequence[RequestMeasurement],
+    value: Callable[[RequestMeasurement], float | None],
     *,
     with_cdf: bool = False,
 ) -> Latency:
@@ -209,13 +209,13 @@ def _quantile(answered: Sequence[float], unanswered: int, at: float, independent
 
 
 def _of_answered(
-    requests: Iterable[RequestRecord], value: Callable[[RequestRecord], float | None]
+    requests: Iterable[RequestMeasurement], value: Callable[[RequestMeasurement], float | None]
 ) -> Latency:
     values = (value(one) for one in requests if one.outcome is Outcome.OK)
     return _latency(sorted(one for one in values if one is not None), 0)
 
 
-def _gaps(requests: Iterable[RequestRecord]) -> Latency:
+def _gaps(requests: Iterable[RequestMeasurement]) -> Latency:
     done = [one for one in requests if one.outcome is Outcome.OK and len(one.chunk_times_s) > 1]
     return _latency(sorted(gap for one in done for gap in one.gaps_s), 0, independent=len(done))
 
@@ -228,9 +228,9 @@ def bucket_names(bounds: Sequence[int]) -> list[str]:
     return [f"up to {bounds[0]}", *between, f"over {bounds[-1]}"]
 
 
-def _by_bucket(requests: Iterable[RequestRecord], bounds: Sequence[int]) -> dict[str, Latency]:
+def _by_bucket(requests: Iterable[RequestMeasurement], bounds: Sequence[int]) -> dict[str, Latency]:
     names = bucket_names(bounds)
-    parts: dict[str, list[RequestRecord]] = {name: [] for name in names}
+    parts: dict[str, list[RequestMeasurement]] = {name: [] for name in names}
     for one in requests:
         tokens = one.offered.prompt_tokens if one.prompt_tokens is None else one.prompt_tokens
         parts[names[bisect.bisect_left(bounds, tokens)]].append(one)
@@ -248,7 +248,7 @@ def _mean(samples: Sequence[Sample], value: Callable[[Sample], float]) -> float:
     return fmean(map(value, samples)) if samples else 0.0
 
 
-def _cached_share(requests: Iterable[RequestRecord]) -> float | None:
+def _cached_share(requests: Iterable[RequestMeasurement]) -> float | None:
     told = [one for one in requests if one.cached_tokens is not None and one.prompt_tokens]
     tokens = sum(one.prompt_tokens or 0 for one in told)
     return sum(one.cached_tokens or 0 for one in told) / tokens if tokens else None

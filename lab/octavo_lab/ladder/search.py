@@ -25,7 +25,7 @@ from octavo_lab.ladder.arms import ARMS, CONTROL, Arm, StaticSettings
 from octavo_lab.ladder.cells import Driver
 from octavo_lab.ladder.config import LadderConfig
 from octavo_lab.ladder.stacks import ArmStacks
-from octavo_lab.load.records import Outcome, RequestRecord, RunRecord
+from octavo_lab.load.records import Outcome, RequestMeasurement, RunRecord
 
 MARGIN: Final = 0.1
 TIE: Final = 0.03
@@ -194,7 +194,7 @@ def _probe_requests(config: LadderConfig, arm: Arm) -> int:
     return count + largest * (len(config.bucket_bounds) + 1) // 2 if arm.buckets else count
 
 
-def _throughput(answered: Sequence[RequestRecord], begin: float, tail: float) -> tuple[float, float]:
+def _throughput(answered: Sequence[RequestMeasurement], begin: float, tail: float) -> tuple[float, float]:
     """Return answers and their output tokens per second, without a share of them at either end."""
     ends = sorted(answered, key=lambda one: one.ended_s)
     first, last = int(begin * len(ends)), len(ends) - int(tail * len(ends))

@@ -13,11 +13,11 @@ from octavo import AsyncClient
 
 from octavo_lab.command import BenchError
 from octavo_lab.datasets.corpus import Corpus, open_corpus
-from octavo_lab.datasets.lengths import TRACES
 from octavo_lab.datasets.load import NAMES, Dataset, DatasetConfig, load
 from octavo_lab.datasets.tokenizers import ServiceTokenizer, Tokenizer
 from octavo_lab.ladder.config import LadderConfig
-from octavo_lab.load.target import Request
+from octavo_lab.load.target import PlannedRequest
+from octavo_lab.traces import TRACES
 
 _PROMPTS: Final = "; prompts"
 """Where the description of a dataset begins to tell of prompts and its own seed."""
@@ -37,7 +37,7 @@ class Workload:
     def __init__(self, config: LadderConfig) -> None:
         self._config = config
         self._tokenizer: _Remembering | None = None
-        self._made: dict[int, list[Request]] = {}
+        self._made: dict[int, list[PlannedRequest]] = {}
         self._record: dict[str, Any] = {"source": config.dataset}
 
     @property
@@ -63,7 +63,7 @@ class Workload:
             model = (await client.models())[0].id
             await self.split_with(ServiceTokenizer(client, model))
 
-    def requests(self, seed: int, count: int) -> Sequence[Request]:
+    def requests(self, seed: int, count: int) -> Sequence[PlannedRequest]:
         """Return so many requests; those of a larger count begin with those of a smaller one."""
         made = self._made.get(seed, [])
         if len(made) < count:
@@ -123,7 +123,7 @@ class Workload:
             self._tokenizer,
         )
 
-    async def _make(self, seed: int, count: int) -> list[Request]:
+    async def _make(self, seed: int, count: int) -> list[PlannedRequest]:
         requests = (await self._dataset(seed)).requests(count)
         if not self._shares:
             return requests

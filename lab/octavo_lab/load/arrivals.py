@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from octavo_lab.command import BenchError
@@ -24,23 +24,6 @@ class Arrivals(Protocol):
 
     def times(self, seed: int) -> Iterator[float]:
         """Yield the times in order, in seconds from the start; without end unless the process has one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Poisson:
-    """Independent arrivals: exponential gaps."""
-
-    rate_per_s: float
-
-    def __post_init__(self) -> None:
-        _positive("the rate", self.rate_per_s)
-
-    def __str__(self) -> str:
-        return f"Poisson, {self.rate_per_s:g} per second"
-
-    def times(self, seed: int) -> Iterator[float]:
-        """Yield the times; see `Arrivals`."""
-        return processes.poisson(self.rate_per_s, random.Random(seed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +43,16 @@ class Gamma:
     def times(self, seed: int) -> Iterator[float]:
         """Yield the times; see `Arrivals`."""
         return processes.gamma(self.rate_per_s, self.cv, random.Random(seed))
+
+
+@dataclass(frozen=True, slots=True)
+class Poisson(Gamma):
+    """Independent arrivals: exponential gaps."""
+
+    cv: float = field(default=1.0, init=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"Poisson, {self.rate_per_s:g} per second"
 
 
 @dataclass(frozen=True, slots=True)

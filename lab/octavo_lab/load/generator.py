@@ -23,11 +23,11 @@ from octavo_lab.load.records import (
     GeneratorRecord,
     Offered,
     Outcome,
-    RequestRecord,
+    RequestMeasurement,
     RunRecord,
     TrafficRecord,
 )
-from octavo_lab.load.target import Answer, Request, Target
+from octavo_lab.load.target import Answer, LoadTarget, PlannedRequest
 
 _PROGRESS_S: Final = 0.5
 CLIENT_TIMEOUT: Final = "CLIENT_TIMEOUT"
@@ -38,7 +38,7 @@ CLIENT_TIMEOUT: Final = "CLIENT_TIMEOUT"
 class Traffic:
     """What to send, and when."""
 
-    requests: Sequence[Request]
+    requests: Sequence[PlannedRequest]
     """In the order in which they are sent; each once."""
     arrivals: Process
     seed: int = 0
@@ -58,7 +58,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RunLimits:
     """What ends a request, or the run, from our side."""
 
     timeout_s: float | None = None
@@ -68,7 +68,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """How far a run is."""
 
     elapsed_s: float
@@ -94,12 +94,12 @@ def requests_needed(arrivals: Arrivals, seed: int, end_s: float) -> int:
 
 
 async def generate(
-    target: Target,
+    target: LoadTarget,
     traffic: Traffic,
-    limits: Limits = Limits(),
+    limits: RunLimits = RunLimits(),
     *,
     stop: asyncio.Event | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[RunProgress], None] | None = None,
 ) -> RunRecord:
     """Run the traffic against a target that has been entered; return what happened.
 
@@ -135,7 +135,7 @@ class _Tape:
 
 
 class _Run:
-    def __init__(self, target: Target, traffic: Traffic, limits: Limits, stop: asyncio.Event) -> None:
+    def __init__(self, target: LoadTarget, traffic: Traffic, limits: RunLimits, stop: asyncio.Event) -> None:
         self._target = target
         self._traffic = traffic
         self._limits = limits
@@ -145,13 +145,13 @@ class _Run:
         self._all_sent = asyncio.Event()
         self._idle = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._records: list[RequestRecord] = []
+        self._records: list[RequestMeasurement] = []
         self._sent = 0
         self._last_planned_s = 0.0
         self._window_covered = False
         """Whether there were requests for the whole window, so that it ends when it should."""
 
-    async def go(self, on_progress: Callable[[Progress], None] | None) -> RunRecord:
+    async def go(self, on_progress: Callable[[RunProgress], None] | None) -> RunRecord:
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
         cpu_s = time.process_time()
         async with asyncio.TaskGroup() as group:
@@ -208,7 +208,7 @@ class _Run:
             await self._until(end_s)
         self._all_sent.set()
 
-    async def _slot(self, source: Iterator[tuple[int, Request]]) -> None:
+    async def _slot(self, source: Iterator[tuple[int, PlannedRequest]]) -> None:
         """Send one request after the other."""
         end_s = self._traffic.end_s
         for number, request in source:
@@ -219,7 +219,7 @@ class _Run:
             await self._one(number, request, at_s)
         self._all_sent.set()
 
-    async def _one(self, number: int, request: Request, planned_s: float) -> None:
+    async def _one(self, number: int, request: PlannedRequest, planned_s: float) -> None:
         """Send a request, follow it to its end, and keep its record, whatever that end is."""
         tape = _Tape(self._now)
         timeout_s = self._limits.timeout_s
@@ -235,7 +235,7 @@ class _Run:
         finally:
             ended_at, began = self._now(), self._began
             self._records.append(
-                RequestRecord(
+                RequestMeasurement(
                     offered=Offered(
                         number=number,
                         planned_s=planned_s,
@@ -292,11 +292,11 @@ class _Run:
 
     # -- telling
 
-    async def _report(self, on_progress: Callable[[Progress], None] | None) -> None:
+    async def _report(self, on_progress: Callable[[RunProgress], None] | None) -> None:
         while on_progress is not None:
             ended = len(self._records)
             on_progress(
-                Progress(
+                RunProgress(
                     elapsed_s=self._elapsed_s(),
                     sent=self._sent,
                     running=self._sent - ended,

@@ -49,7 +49,7 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
+class RequestMeasurement:
     """One request: what was offered and what happened.
 
     Latencies count from the planned time, so that a request that the generator sent late is not flattered
@@ -161,14 +161,14 @@ class RunRecord:
     ended_s: float
     """When the last request had ended."""
     generator: GeneratorRecord
-    requests: tuple[RequestRecord, ...]
+    requests: tuple[RequestMeasurement, ...]
     """By number. Those that were never sent (after an interrupt) are not among them."""
     interrupted: bool = False
     name: str = ""
     """Of the system under test, for tables that set runs side by side."""
 
     @property
-    def measured(self) -> tuple[RequestRecord, ...]:
+    def measured(self) -> tuple[RequestMeasurement, ...]:
         """Requests of the window."""
         return tuple(one for one in self.requests if self.in_window(one.offered.planned_s))
 
@@ -211,7 +211,7 @@ def from_json(record: Mapping[str, Any]) -> RunRecord:
         raise ValueError(f"not a record of a run: {error}") from error
 
 
-def _request_to_json(one: RequestRecord) -> dict[str, Any]:
+def _request_to_json(one: RequestMeasurement) -> dict[str, Any]:
     record = {item.name: getattr(one, item.name) for item in fields(one)}
     offered = asdict(one.offered)
     offered["planned_s"] = _rounded(one.offered.planned_s)
@@ -222,8 +222,8 @@ def _request_to_json(one: RequestRecord) -> dict[str, Any]:
     return {name: value for name, value in record.items() if value not in (None, "")}
 
 
-def _request_from_json(record: Mapping[str, Any]) -> RequestRecord:
-    return RequestRecord(
+def _request_from_json(record: Mapping[str, Any]) -> RequestMeasurement:
+    return RequestMeasurement(
         **{
             **record,
             "offered": Offered(**record["offered"]),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo_lab.load.records import LATE_S, Outcome, RequestRecord, RunRecord
+from octavo_lab.load.records import LATE_S, Outcome, RequestMeasurement, RunRecord
 from octavo_lab.load.statistics import Distribution, distribution
 
 
@@ -23,7 +23,7 @@ class Slo:
         told = [f"{name} {bound * 1000:g} ms" for name, bound in bounds if bound is not None]
         return ", ".join(told) or "answered"
 
-    def met_by(self, one: RequestRecord) -> bool:
+    def met_by(self, one: RequestMeasurement) -> bool:
         """Return whether a request was answered within all bounds; what was not measured breaks none."""
         if one.outcome is not Outcome.OK:
             return False
@@ -114,15 +114,15 @@ def summarize(run: RunRecord, slo: Slo = ANSWERED) -> Summary:
     )
 
 
-def by_kind(run: RunRecord) -> dict[str, list[RequestRecord]]:
+def by_kind(run: RunRecord) -> dict[str, list[RequestMeasurement]]:
     """Return the measured requests by their class or bucket."""
-    kinds: dict[str, list[RequestRecord]] = {}
+    kinds: dict[str, list[RequestMeasurement]] = {}
     for one in run.measured:
         kinds.setdefault(one.offered.kind, []).append(one)
     return dict(sorted(kinds.items()))
 
 
-def _tokens_within(requests: Iterable[RequestRecord], since_s: float, until_s: float) -> float:
+def _tokens_within(requests: Iterable[RequestMeasurement], since_s: float, until_s: float) -> float:
     """Return the tokens that came in a stretch of time; those of one request are spread over its messages.
 
     Requests that the generator cut off at the end of its drain were being served, and count; those that
@@ -136,14 +136,14 @@ def _tokens_within(requests: Iterable[RequestRecord], since_s: float, until_s: f
     return total
 
 
-def _cached_share(done: Sequence[RequestRecord]) -> float | None:
+def _cached_share(done: Sequence[RequestMeasurement]) -> float | None:
     told = [one for one in done if one.cached_tokens is not None]
     if not told:
         return None
     return _per(sum(one.cached_tokens or 0 for one in told), sum(map(_prompt_tokens, told)))
 
 
-def _prompt_tokens(one: RequestRecord) -> int:
+def _prompt_tokens(one: RequestMeasurement) -> int:
     return one.offered.prompt_tokens if one.prompt_tokens is None else one.prompt_tokens
 
 

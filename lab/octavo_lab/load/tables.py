@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from octavo.cli import output
 
-from octavo_lab.load.records import Outcome, RequestRecord, RunRecord
+from octavo_lab.load.records import Outcome, RequestMeasurement, RunRecord
 from octavo_lab.load.statistics import Distribution, distribution, needed
 from octavo_lab.load.summary import Slo, Summary, by_kind, summarize
 
@@ -73,7 +73,7 @@ def _latencies(summary: Summary) -> str:
     return output.table(header, rows, right=range(1, len(header)))
 
 
-def _kinds(kinds: dict[str, list[RequestRecord]]) -> str:
+def _kinds(kinds: dict[str, list[RequestMeasurement]]) -> str:
     rows = []
     for kind, requests in kinds.items():
         queue = distribution([one.queue_s for one in requests if one.queue_s is not None])

@@ -14,7 +14,7 @@ Turn = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlannedRequest:
     """One request to send. `prompt` is text, token ids, or the messages of a conversation."""
 
     prompt: str | Sequence[int] | Sequence[Turn]
@@ -46,14 +46,14 @@ class Sink(Protocol):
         """A message with output has come, now."""
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     """A service under test, for as long as an `async with` lasts."""
 
     @property
     def record(self) -> TargetRecord:
         """What is driven; complete once it is entered."""
 
-    async def ask(self, request: Request, sink: Sink) -> Answer:
+    async def ask(self, request: PlannedRequest, sink: Sink) -> Answer:
         """Send a request and follow it to its end.
 
         What the service does wrong is an outcome, not an exception. Cancelling cancels the request.

@@ -14,10 +14,10 @@ from octavo.aio import AsyncClient
 
 from octavo_lab.command import BenchError
 from octavo_lab.load.arrivals import Closed, Phases, Poisson, Process
-from octavo_lab.load.generator import Limits, Traffic, generate, requests_needed
+from octavo_lab.load.generator import RunLimits, Traffic, generate, requests_needed
 from octavo_lab.load.records import Outcome, RunRecord
 from octavo_lab.load.summary import Slo
-from octavo_lab.load.target import Request, Target
+from octavo_lab.load.target import LoadTarget, PlannedRequest
 from octavo_lab.load.targets.octavo import OctavoTarget
 
 TTFT_SLO_S: Final = 1.5
@@ -42,7 +42,7 @@ class Mix:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of every request, by the names of `octavo.types.GenerateOptions`."""
 
-    def requests(self, count: int, seed: int) -> list[Request]:
+    def requests(self, count: int, seed: int) -> list[PlannedRequest]:
         """Return so many requests."""
         rng = random.Random(seed)
         made = []
@@ -50,7 +50,9 @@ class Mix:
             prompt = [rng.randrange(*self.vocabulary) for _ in range(rng.randint(*self.prompt_tokens))]
             output = rng.randint(*self.output_tokens)
             made.append(
-                Request(prompt=prompt, prompt_tokens=len(prompt), output_tokens=output, options=self.options)
+                PlannedRequest(
+                    prompt=prompt, prompt_tokens=len(prompt), output_tokens=output, options=self.options
+                )
             )
         return made
 
@@ -79,7 +81,7 @@ class Calibration:
         return Slo(ttft_s=TTFT_SLO_S, tpot_s=TPOT_FACTOR * self.unloaded_tpot_s)
 
 
-async def calibrate(target: Target, mix: Mix, concurrency: int, seconds: float) -> Calibration:
+async def calibrate(target: LoadTarget, mix: Mix, concurrency: int, seconds: float) -> Calibration:
     """Measure a service unloaded for half the time, then with `concurrency` requests under way all the time.
 
     Raises:
@@ -103,7 +105,7 @@ async def calibrate(target: Target, mix: Mix, concurrency: int, seconds: float) 
 
 
 async def drive(
-    target: Target,
+    target: LoadTarget,
     mix: Mix,
     arrivals: Process,
     *,
@@ -125,10 +127,12 @@ async def drive(
         warm_up_s=warm_up_s,
         duration_s=seconds,
     )
-    return await generate(target, traffic, Limits(drain_s=_DRAIN_S))
+    return await generate(target, traffic, RunLimits(drain_s=_DRAIN_S))
 
 
-async def at_load(target: Target, mix: Mix, rate_per_s: float, seconds: float, seed: int = 3) -> RunRecord:
+async def at_load(
+    target: LoadTarget, mix: Mix, rate_per_s: float, seconds: float, seed: int = 3
+) -> RunRecord:
     """Drive a Poisson load; an eighth of the time on top is warm-up."""
     return await drive(target, mix, Poisson(rate_per_s), warm_up_s=seconds / 8, seconds=seconds, seed=seed)
 
@@ -170,6 +174,6 @@ async def watch(client: AsyncClient) -> AsyncIterator[list[Look]]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def through(target: Target, mix: Mix, phases: Phases, seed: int = 4) -> RunRecord:
+async def through(target: LoadTarget, mix: Mix, phases: Phases, seed: int = 4) -> RunRecord:
     """Drive phases of different load, one after the other."""
     return await drive(target, mix, phases, seconds=phases.duration_s, seed=seed)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from octavo_lab.load.records import Outcome, RequestRecord, RunRecord
+from octavo_lab.load.records import Outcome, RequestMeasurement, RunRecord
 from octavo_lab.load.statistics import needed, quantile
 from octavo_lab.load.summary import Slo
 from octavo_lab.overload.drive import Calibration, Look
@@ -45,7 +45,7 @@ class Timeline:
         """What a good answer keeps."""
         return self.calibration.slo
 
-    def between(self, start_s: float, end_s: float) -> list[RequestRecord]:
+    def between(self, start_s: float, end_s: float) -> list[RequestMeasurement]:
         """Return the requests planned in a stretch of time."""
         return [one for one in self.run.requests if start_s <= one.offered.planned_s < end_s]
 
@@ -205,11 +205,11 @@ class Timeline:
         panel.set_ylabel("TTFT, s")
 
 
-def _ttfts(requests: Sequence[RequestRecord]) -> list[float]:
+def _ttfts(requests: Sequence[RequestMeasurement]) -> list[float]:
     return [one.ttft_s for one in requests if one.outcome is Outcome.OK and one.ttft_s is not None]
 
 
-def _slow(requests: Sequence[RequestRecord], bound_s: float) -> int:
+def _slow(requests: Sequence[RequestMeasurement], bound_s: float) -> int:
     """Return how many had no first token within a time, or no answer."""
     return len(requests) - sum(ttft_s <= bound_s for ttft_s in _ttfts(requests))
 

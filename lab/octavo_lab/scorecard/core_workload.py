@@ -13,8 +13,10 @@ from typing import Any, ParamSpec
 
 from octavo.protocol.keys import chain
 from octavo.protocol.steps import KEY_BYTES, Priority, Report
+from octavo.steptimes import StepTimes
 
-from octavo_lab.sim import Arrival, Cell, Observer, Recorder, SimWorkerConfig, StepTimes, poisson, request_of
+from octavo_lab.sim import Recorder, SimCell, SimObserver, SimWorkerConfig, poisson, request_of
+from octavo_lab.traces import TraceRequest
 from scheduler_svc.core import CoreConfig, Effect, NewRequest, Reject, SchedulerCore, SendPlan
 
 TIMES = StepTimes.builtin()
@@ -67,18 +69,18 @@ def _timed(
     return effects
 
 
-def cell_of(core: SchedulerCore, num_workers: int, *observers: Observer, **config: Any) -> Cell:
+def cell_of(core: SchedulerCore, num_workers: int, *observers: SimObserver, **config: Any) -> SimCell:
     """Return a cell of workers that are all alike; `config` is of SimWorkerConfig."""
     workers = [SimWorkerConfig(worker_id=f"w{i}", step_times=TIMES, **config) for i in range(num_workers)]
-    return Cell(core, workers, observers=observers)
+    return SimCell(core, workers, observers=observers)
 
 
 def traffic(
     rng: random.Random, rate_per_s: float, seconds: float, prompt_tokens: Range, output_tokens: Range
-) -> Iterator[Arrival]:
+) -> Iterator[TraceRequest]:
     """Yield Poisson arrivals for so long, with lengths drawn evenly from ranges."""
     for at in itertools.takewhile(lambda at: at < seconds, poisson(rate_per_s, rng)):
-        yield Arrival(at, _between(rng, prompt_tokens), _between(rng, output_tokens))
+        yield TraceRequest(at, _between(rng, prompt_tokens), _between(rng, output_tokens))
 
 
 def _between(rng: random.Random, lengths: Range) -> int:
@@ -91,7 +93,7 @@ def steady_decode(num_workers: int, num_seqs: int, steps: int) -> TimedCore:
     room = {"num_blocks": 80 * num_seqs, "max_num_seqs": num_seqs, "max_num_batched_tokens": 8192}
     cell = cell_of(core, num_workers, **room)
     for index in range(num_workers * num_seqs):
-        request = request_of(Arrival(0.0, 64 + index % 16, 1000), f"request-{index}", seed=index)
+        request = request_of(TraceRequest(0.0, 64 + index % 16, 1000), f"request-{index}", seed=index)
         cell.submit_at(0.001, replace(request, root_key=ROOT))
     hosts = cell.hosts.values()
     cell.loop.run(stop=lambda: all(host.num_steps >= 24 for host in hosts))
@@ -105,14 +107,14 @@ def admit_us(num_workers: int, num_requests: int) -> float:
     core = TimedCore(CoreConfig(max_waiting_requests=UNBOUNDED))
     cell = cell_of(core, num_workers)
     for index in range(num_workers // 2):
-        cell.submit_at(0.001, request_of(Arrival(0.0, 64, 4000), f"busy-{index}", seed=index))
+        cell.submit_at(0.001, request_of(TraceRequest(0.0, 64, 4000), f"busy-{index}", seed=index))
     cell.loop.run(until=1.0)
     core.forget()
     rng = random.Random(7)
     opening = [rng.randrange(1000) for _ in range(256)]
     for index in range(num_requests):
         tokens = [*opening, *(rng.randrange(1000) for _ in range(256))]
-        request = request_of(Arrival(0.0, len(tokens), 8), f"new-{index}", seed=UNBOUNDED + index)
+        request = request_of(TraceRequest(0.0, len(tokens), 8), f"new-{index}", seed=UNBOUNDED + index)
         keys = tuple(chain(ROOT, tokens, 16))
         request = replace(request, prompt_token_ids=tokens, prompt_keys=keys, root_key=ROOT)
         cell.submit_at(1.0 + index * 0.002, request)
@@ -194,7 +196,7 @@ def gaps_under_prompts(target_itl_s: float | None, seconds: float) -> list[float
     core = SchedulerCore(CoreConfig(target_itl_s=target_itl_s))
     cell = cell_of(core, 1, recorder, max_num_batched_tokens=2048)
     for index in range(16):
-        cell.submit_at(0.0, request_of(Arrival(0.0, 64, 4000), f"long-{index}", seed=index))
+        cell.submit_at(0.0, request_of(TraceRequest(0.0, 64, 4000), f"long-{index}", seed=index))
     for index, arrival in enumerate(traffic(random.Random(5), 0.5, seconds, (100, 2000), (8, 8))):
         cell.submit_at(2.0 + arrival.at, request_of(arrival, f"prompt-{index}", seed=100 + index))
     cell.loop.run(until=2.0)
@@ -203,7 +205,7 @@ def gaps_under_prompts(target_itl_s: float | None, seconds: float) -> list[float
     return recorder.token_gaps_s
 
 
-def policy_cell(policy: str, recorder: Recorder, num_workers: int = 2) -> Cell:
+def policy_cell(policy: str, recorder: Recorder, num_workers: int = 2) -> SimCell:
     """Return workers of 16 sequences under a policy, with a queue that takes everything."""
     core = SchedulerCore(CoreConfig(policy=policy, max_waiting_requests=UNBOUNDED))
     return cell_of(core, num_workers, recorder, max_num_seqs=16)
@@ -225,9 +227,9 @@ def tenant_ttft_s(policy: str, num_workers: int, *, flood: bool, seconds: float)
     ]
 
 
-def mixed(at: float, rng: random.Random) -> Arrival:
+def mixed(at: float, rng: random.Random) -> TraceRequest:
     """Return a request of middling size."""
-    return Arrival(at, rng.randint(50, 400), rng.randint(10, 100))
+    return TraceRequest(at, rng.randint(50, 400), rng.randint(10, 100))
 
 
 def capacity_per_s(seconds: float) -> float:

@@ -17,7 +17,7 @@ from octavo_lab.command import BenchError, BenchInterrupted, claim_file
 from octavo_lab.serve.flags import configure
 
 if TYPE_CHECKING:
-    from octavo_lab.load.generator import Progress
+    from octavo_lab.load.generator import RunProgress
     from octavo_lab.load.records import RunRecord
 
 __all__ = ["configure", "run"]
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> str:
 
 async def _drive(arguments: argparse.Namespace) -> RunRecord:
     from octavo_lab.datasets.load import load  # noqa: PLC0415
-    from octavo_lab.load.generator import Limits, generate  # noqa: PLC0415
+    from octavo_lab.load.generator import RunLimits, generate  # noqa: PLC0415
     from octavo_lab.serve import plan  # noqa: PLC0415 # see `run`
 
     stop = asyncio.Event()
@@ -78,14 +78,14 @@ async def _drive(arguments: argparse.Namespace) -> RunRecord:
             record = await generate(
                 target,
                 traffic,
-                Limits(timeout_s=arguments.timeout, drain_s=arguments.drain),
+                RunLimits(timeout_s=arguments.timeout, drain_s=arguments.drain),
                 stop=stop,
                 on_progress=lambda progress: line(_told(progress), progress.fraction),
             )
     return replace(record, name=arguments.name)
 
 
-def _told(progress: Progress) -> str:
+def _told(progress: RunProgress) -> str:
     # Elsewhere than on a terminal each change would be a line of its own.
     if not sys.stderr.isatty():
         return "sending"

@@ -46,7 +46,9 @@ def _configure_dataset(parser: argparse.ArgumentParser) -> None:
     dataset.add_argument(
         "--scale", type=int, metavar="N", help="divide the lengths of a trace by this (default: what fits)"
     )
-    dataset.add_argument("--traces", type=Path, metavar="DIR", help="folder of the public traces")
+    dataset.add_argument(
+        "--traces", type=Path, metavar="DIR", help="folder with other copies of the public traces"
+    )
     dataset.add_argument(
         "--tokenizer", metavar="PATH", help="tokenizer.json, its folder, or `demo` (default: ask the service)"
     )

@@ -4,57 +4,50 @@
     times = StepTimes.builtin()
     workers = [SimWorkerConfig(worker_id=f"w{i}", step_times=times) for i in range(8)]
     recorder = Recorder()
-    cell = Cell(core, workers, observers=[recorder, Monitor(core)])
-    for number, arrival in enumerate(compressed(read_azure(path), 4.0)):
+    cell = SimCell(core, workers, observers=[recorder, Monitor(core)])
+    for number, arrival in enumerate(compressed(read_trace("azure-conv"), 4.0)):
         cell.submit_at(arrival.at, request_of(arrival, f"r{number}", seed=number))
     cell.loop.run()
     recorder.results
 
 Several cells may share one `EventLoop`, each with a core and workers of its own: that is how early
 binding is simulated, with a router in front. Whatever has the methods of `SchedulerCore` may stand in
-for it, for example to record what goes in. Faults are injected through `Cell.hosts`.
+for it, for example to record what goes in. Faults are injected through `SimCell.hosts`.
 """
 
 from octavo_lab.sim.arrivals import (
-    Arrival,
     compressed,
     gamma,
     poisson,
     prefix_keys,
-    read_azure,
-    read_mooncake,
     request_of,
 )
 from octavo_lab.sim.audit import InvariantError, check_core, check_ended, check_nothing_sleeps
-from octavo_lab.sim.cell import Cell, Observer
+from octavo_lab.sim.cell import SimCell, SimObserver
 from octavo_lab.sim.clock import EventLoop
 from octavo_lab.sim.faults import FaultInjector, FaultRates, Poison
-from octavo_lab.sim.host import StepMachine, Timings, WorkerHost
+from octavo_lab.sim.host import LinkTimings, StepMachine, WorkerHost
 from octavo_lab.sim.monitor import Monitor
-from octavo_lab.sim.recorder import Recorder, Result
-from octavo_lab.sim.steptimes import StepTimes, StepTimesError
+from octavo_lab.sim.recorder import Recorder, SimResult
 from octavo_lab.sim.tokens import stream_of, token_at
 from octavo_lab.sim.worker import PlanFaultError, SimWorker, SimWorkerConfig, WorkerCrashedError
 
 __all__ = [
-    "Arrival",
-    "Cell",
     "EventLoop",
     "FaultInjector",
     "FaultRates",
     "InvariantError",
+    "LinkTimings",
     "Monitor",
-    "Observer",
     "PlanFaultError",
     "Poison",
     "Recorder",
-    "Result",
+    "SimCell",
+    "SimObserver",
+    "SimResult",
     "SimWorker",
     "SimWorkerConfig",
     "StepMachine",
-    "StepTimes",
-    "StepTimesError",
-    "Timings",
     "WorkerCrashedError",
     "WorkerHost",
     "check_core",
@@ -64,8 +57,6 @@ __all__ = [
     "gamma",
     "poisson",
     "prefix_keys",
-    "read_azure",
-    "read_mooncake",
     "request_of",
     "stream_of",
     "token_at",

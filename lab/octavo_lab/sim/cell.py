@@ -9,14 +9,14 @@ from typing import Protocol
 from octavo.protocol.steps import Report
 
 from octavo_lab.sim.clock import EventLoop
-from octavo_lab.sim.host import StepMachine, Timings, WorkerHost
+from octavo_lab.sim.host import LinkTimings, StepMachine, WorkerHost
 from octavo_lab.sim.worker import SimWorker, SimWorkerConfig
 from scheduler_svc.core.core import SchedulerCore
 from scheduler_svc.core.effects import DetachWorker, Effect, SendCancel, SendPlan
 from scheduler_svc.core.events import NewRequest, WorkerInfo
 
 
-class Observer(Protocol):
+class SimObserver(Protocol):
     """Sees everything that goes into a core and comes out of it."""
 
     def submitted(self, spec: NewRequest, now: float) -> None:
@@ -26,7 +26,7 @@ class Observer(Protocol):
         """An event has had these effects; they are performed next."""
 
 
-class Cell:
+class SimCell:
     """Performs the effects of one scheduler core. Several cells may share an event loop."""
 
     def __init__(
@@ -34,8 +34,8 @@ class Cell:
         core: SchedulerCore,
         workers: Iterable[SimWorkerConfig],
         loop: EventLoop | None = None,
-        observers: Iterable[Observer] = (),
-        timings: Timings | None = None,
+        observers: Iterable[SimObserver] = (),
+        timings: LinkTimings | None = None,
         machine: Callable[[SimWorkerConfig], StepMachine] = SimWorker,
     ) -> None:
         self.core = core

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from octavo.protocol.keys import chain
 from octavo.protocol.steps import KEY_BYTES, Priority
 from octavo.sampling import SamplingParams
+from octavo.steptimes import StepTimes
 
 from octavo_lab.sim.arrivals import poisson
 from octavo_lab.sim.audit import check_ended
-from octavo_lab.sim.cell import Cell
+from octavo_lab.sim.cell import SimCell
 from octavo_lab.sim.faults import FaultInjector, FaultRates, Poison
-from octavo_lab.sim.host import StepMachine, Timings
+from octavo_lab.sim.host import LinkTimings, StepMachine
 from octavo_lab.sim.monitor import Monitor
-from octavo_lab.sim.steptimes import StepTimes
 from octavo_lab.sim.tokens import stream_of, token_at
 from octavo_lab.sim.worker import MODEL, SimWorker, SimWorkerConfig
 from scheduler_svc.core.config import CoreConfig
@@ -45,7 +45,7 @@ CHAOS_CONFIG = CoreConfig(step_watchdog_s=2.0, max_waiting_requests=40)
 
 
 @dataclass(slots=True)
-class Traffic:
+class RandomTraffic:
     """Makes up requests of every kind; the same seed makes the same ones."""
 
     rng: random.Random
@@ -176,7 +176,7 @@ class Chaos:
         self.rng = random.Random(seed)
         self.core = core or SchedulerCore(CHAOS_CONFIG)
         self.monitor = Monitor(self.core, setting.audit_every)
-        self.traffic = Traffic(random.Random(seed + 1))
+        self.traffic = RandomTraffic(random.Random(seed + 1))
         self.faults = FaultInjector(setting.rates, random.Random(seed + 2), hang_s=3.0)
         self.live: dict[str, NewRequest] = {}
         self.innocents: list[tuple[float, str, CoreError]] = []
@@ -184,11 +184,11 @@ class Chaos:
         self.steps = 0
         self._running_sum = 0
         self._arrivals = poisson(setting.rate_per_s, random.Random(seed + 3))
-        self.cell = Cell(
+        self.cell = SimCell(
             self.core,
             setting.workers,
             observers=[self.monitor, self],
-            timings=Timings(restart_s=1.0),
+            timings=LinkTimings(restart_s=1.0),
             machine=setting.machine,
         )
         self.monitor.hosts = self.cell.hosts

@@ -12,7 +12,6 @@ class EventLoop:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.num_events = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
@@ -25,16 +24,11 @@ class EventLoop:
         """Run `callback` after a delay."""
         self.at(self.now + delay_s, callback)
 
-    def next_at(self) -> float | None:
-        """Return when the next callback is due."""
-        return self._heap[0][0] if self._heap else None
-
     def step(self) -> bool:
         """Run the next callback; return whether there was one."""
         if not self._heap:
             return False
         self.now, _, callback = heapq.heappop(self._heap)
-        self.num_events += 1
         callback()
         return True
 

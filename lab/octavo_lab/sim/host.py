@@ -71,7 +71,7 @@ class Upward(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timings:
+class LinkTimings:
     """Times around a simulated worker, in seconds."""
 
     delay_s: float = 0.0002
@@ -86,11 +86,11 @@ class WorkerHost:
     """One simulated worker and its stream. Messages of a stream that has ended go nowhere."""
 
     def __init__(
-        self, worker_id: str, machine: StepMachine, loop: EventLoop, timings: Timings | None = None
+        self, worker_id: str, machine: StepMachine, loop: EventLoop, timings: LinkTimings | None = None
     ) -> None:
         self.worker_id = worker_id
         self.machine = machine
-        self.timings = timings or Timings()
+        self.timings = timings or LinkTimings()
         self.session = 0
         """Number of the stream that is open; 0 while none is."""
         self.slow_factor = 1.0

@@ -11,7 +11,7 @@ from scheduler_svc.core.events import NewRequest
 
 
 @dataclass(slots=True)
-class Result:
+class SimResult:
     """One request as its client saw it; times are virtual seconds."""
 
     request_id: str
@@ -49,15 +49,15 @@ class Result:
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects a `Result` per request; with `gaps`, every time between two tokens as well."""
+    """Collects a `SimResult` per request; with `gaps`, every time between two tokens as well."""
 
     gaps: bool = False
-    results: dict[str, Result] = field(default_factory=dict)
+    results: dict[str, SimResult] = field(default_factory=dict)
     token_gaps_s: list[float] = field(default_factory=list)
 
     def submitted(self, spec: NewRequest, now: float) -> None:
         """A request has been sent."""
-        self.results[spec.request_id] = Result(
+        self.results[spec.request_id] = SimResult(
             spec.request_id, spec.tenant, spec.priority, now, len(spec.prompt_token_ids)
         )
 
@@ -88,6 +88,6 @@ class Recorder:
                 result.outcome = effect.error.reason.value
 
     @property
-    def completed(self) -> list[Result]:
+    def completed(self) -> list[SimResult]:
         """Requests that got all that they asked for."""
         return [result for result in self.results.values() if result.completed]

@@ -23,9 +23,9 @@ from octavo.protocol.steps import (
     StepStatus,
     StepTiming,
 )
+from octavo.steptimes import StepTimes
 
 from octavo_lab.sim.pool import CountingPool
-from octavo_lab.sim.steptimes import StepTimes
 from octavo_lab.sim.tokens import stream_of, token_at
 from scheduler_svc.core.events import WorkerInfo
 
@@ -79,6 +79,8 @@ class _Row:
     stop_token_ids: frozenset[int]
     keys: list[bytes]
     blocks: int
+    capacity: int
+    """Tokens that its blocks hold."""
     shared: list[bytes]
     """Keys of published blocks it holds a reference on."""
     computed: int
@@ -91,17 +93,19 @@ class _Row:
 
 @dataclass(slots=True)
 class _Step:
-    """What a step computes."""
+    """What a step computes, and what has become of the sequences in it so far."""
 
-    decodes: list[_Row] = field(default_factory=list)
-    prefills: list[tuple[_Row, int]] = field(default_factory=list)
+    admitted: list[Admitted] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
     stalled: list[tuple[int, StallReason]] = field(default_factory=list)
+    rows: list[tuple[_Row, int]] = field(default_factory=list)
+    """Sequences in the order of their admission, and how many tokens of each are computed."""
+    num_decodes: int = 0
     context_tokens: int = 0
+    prefilled: list[tuple[int, int]] = field(default_factory=list)
     prefill_tokens: int = 0
     prefill_squares: int = 0
-
-    def seeds(self) -> set[int]:
-        return {row.seed for row in self.decodes} | {row.seed for row, _ in self.prefills}
 
 
 StepFault = Callable[[frozenset[int]], tuple[StepError, ...]]
@@ -114,12 +118,17 @@ def no_fault(seeds: frozenset[int]) -> tuple[StepError, ...]:
 
 
 class SimWorker:
-    """Applies plans in virtual time: `run` does a whole step at once and says how long it took."""
+    """Applies plans in virtual time: `run` does a whole step at once and says how long it took.
+
+    It reports what `worker_svc.engine` would, without block tables and token ids, so that a step costs two
+    thirds of the time; `tests/sim/test_worker_twins.py` compares the two. Blocks are only counted: where
+    memory is not paged, no free run is ever too short. And a step with a culprit that is known fails, where
+    the engine goes on without it: the scheduler has to take both.
+    """
 
     def __init__(self, config: SimWorkerConfig) -> None:
         self.config = config
         self.incarnation = 1
-        self.slowdown = 1.0
         self.refuse_next = 0
         """Admissions that are refused although there is room."""
         self.step_fault: StepFault = no_fault
@@ -131,8 +140,14 @@ class SimWorker:
 
     def _start_session(self) -> None:
         self._rows: dict[int, _Row] = {}
+        self._starved: dict[int, _Row] = {}
+        """Those whose next token does not fit into their blocks."""
+        self._late_seals: list[_Row] = []
+        """Those with a key that came after its block had been computed."""
         self._digest = 0
         self._cancelled: list[int] = []
+        self._cancelled_early: set[int] = set()
+        """Cancelled before the plan that admits them came."""
         self._last_step = 0
         self._last_handle = 0
         self._failed_step: int | None = None
@@ -205,45 +220,34 @@ class SimWorker:
         if plan.step != self._last_step + 1:
             raise PlanFaultError(f"step {plan.step} after {self._last_step}")
         self._last_step = plan.step
-        released = [h for h in (*self._cancelled, *plan.release) if self._release(h)]
-        self._cancelled.clear()
+        step = _Step()
+        self._let_go(plan, step)
         if self._failed_step is not None and plan.resume_after != self._failed_step:
-            return self._report(plan, StepStatus.SKIPPED, released=tuple(released))
+            self._note_handles(plan)
+            return self._report(plan, StepStatus.SKIPPED, step)
         self._failed_step = None
-        admitted, refused = self._admit(plan)
         self._note_seals(plan)
-        step = self._batch(plan)
-        errors = self.step_fault(frozenset(step.seeds()))
+        self._hand_out_blocks(plan, step)
+        self._choose_rows(plan, step)
+        errors = self.step_fault(frozenset(row.seed for row, _ in step.rows))
         timing = self._timing(step, bubble_us)
         if errors:
             self._failed_step = plan.step
-            return self._report(
-                plan,
-                StepStatus.FAILED,
-                released=tuple(released),
-                admitted=tuple(admitted),
-                refused=tuple(refused),
-                stalled=tuple(step.stalled),
-                errors=errors,
-                timing=timing,
-            )
+            return self._report(plan, StepStatus.FAILED, step, errors=errors, timing=timing)
         handles, positions, tokens, finished = self._commit(step)
         return self._report(
             plan,
             StepStatus.OK,
+            step,
             token_handles=handles,
             first_positions=positions,
             token_ids=tokens,
             finished=tuple(finished),
-            stalled=tuple(step.stalled),
-            refused=tuple(refused),
-            admitted=tuple(admitted),
-            released=tuple(released),
-            prefilled=tuple((row.handle, count) for row, count in step.prefills),
+            prefilled=tuple(step.prefilled),
             timing=timing,
         )
 
-    def _report(self, plan: Plan, status: StepStatus, **contents: object) -> Report:
+    def _report(self, plan: Plan, status: StepStatus, step: _Step, **contents: object) -> Report:
         return Report(
             step=plan.step,
             status=status,
@@ -251,30 +255,42 @@ class SimWorker:
             live_count=len(self._rows),
             digest=self._digest & DIGEST_MASK,
             key_events=self._pool.take_events(),
+            admitted=tuple(step.admitted),
+            refused=tuple(step.refused),
+            released=tuple(step.released),
+            stalled=tuple(step.stalled),
             **contents,  # type: ignore[arg-type] # the callers above name fields of Report
         )
 
     def _timing(self, step: _Step, bubble_us: int) -> StepTiming:
-        decodes = len(step.decodes)
         seconds = 0.0
-        if decodes or step.prefills:
-            seconds = self.slowdown * self.config.step_times.seconds(
-                decodes, step.context_tokens, step.prefill_tokens, step.prefill_squares
+        if step.rows:
+            seconds = self.config.step_times.seconds(
+                step.num_decodes, step.context_tokens, step.prefill_tokens, step.prefill_squares
             )
         return StepTiming(
             execute_us=round(seconds * 1e6),
             bubble_us=bubble_us,
-            num_decodes=decodes,
+            num_decodes=step.num_decodes,
             num_prefill_tokens=step.prefill_tokens,
             context_tokens=step.context_tokens,
         )
 
     # Parts of a step -----------------------------------------------------------------------------
 
+    def _let_go(self, plan: Plan, step: _Step) -> None:
+        """Drop what was cancelled, and what the plan releases."""
+        if self._cancelled:
+            self._cancelled_early.update(handle for handle in self._cancelled if handle > self._last_handle)
+            step.released += filter(self._release, self._cancelled)
+            self._cancelled.clear()
+        step.released += filter(self._release, plan.release)
+
     def _release(self, handle: int) -> bool:
         row = self._rows.pop(handle, None)
         if row is None:
             return False
+        self._starved.pop(handle, None)
         self._digest -= handle * row.length
         self._drop(row)
         return True
@@ -282,49 +298,86 @@ class SimWorker:
     def _drop(self, row: _Row) -> None:
         self._pool.give_back(row.blocks - len(row.shared), reversed(row.shared))
 
-    def _admit(self, plan: Plan) -> tuple[list[Admitted], list[Refused]]:
-        admitted: list[Admitted] = []
-        refused: list[Refused] = []
+    def _note_handles(self, plan: Plan) -> None:
+        """Take note of admissions that do not come about: nothing is left to cancel."""
+        for admit in plan.admit:
+            self._last_handle = admit.handle
+            self._cancelled_early.discard(admit.handle)
+
+    def _note_seals(self, plan: Plan) -> None:
+        for handle, index, key in plan.seal:
+            row = self._rows.get(handle)
+            if row is None:
+                continue
+            if index != len(row.keys):
+                raise PlanFaultError(f"handle {handle}: seal of block {index} after {len(row.keys)}")
+            row.keys.append(key)
+            if (index + 1) * self.config.block_size <= row.computed:
+                self._late_seals.append(row)
+
+    def _hand_out_blocks(self, plan: Plan, step: _Step) -> None:
+        """Give blocks to decodes that need one and to new sequences: by priority, then by handle."""
+        if not self._starved and not plan.admit:
+            return
+        forced = self._forced_refusals(plan)
+        step.refused += forced
+        demands: list[tuple[Priority, int, _Row | Admit]] = [
+            (row.priority, handle, row) for handle, row in self._starved.items() if handle not in plan.skip
+        ]
+        demands += ((admit.priority, admit.handle, admit) for admit in plan.admit[len(forced) :])
+        demands.sort(key=lambda demand: demand[:2])
+        taken: dict[int, _Row] = {}
+        for _, handle, demand in demands:
+            if isinstance(demand, Admit):
+                row = self._take(demand) if len(self._rows) + len(taken) < self.config.max_num_seqs else None
+                if row is not None:
+                    taken[handle] = row
+                else:
+                    step.refused.append(self._refusal(handle, len(self._rows) + len(taken)))
+            elif self._pool.take(1):
+                demand.blocks += 1
+                demand.capacity += self.config.block_size
+                del self._starved[handle]
+            else:
+                self.surprises["stalled"] += 1
+                step.stalled.append((handle, StallReason.NO_BLOCK))
         for admit in plan.admit:
             if admit.handle <= self._last_handle:
                 raise PlanFaultError(f"handle {admit.handle} after {self._last_handle}")
             self._last_handle = admit.handle
-            reason = self._refusal()
-            if reason is None:
-                cached = self._take(admit)
-                if cached is not None:
-                    admitted.append(Admitted(admit.handle, cached))
-                    continue
-                self.surprises["refused"] += 1
-                reason = RefuseReason.NO_BLOCKS if self.config.paged else RefuseReason.NO_CONTIGUOUS_RUN
-            refused.append(Refused(admit.handle, reason))
-        return admitted, refused
+            if admit.handle in taken:
+                self._take_in(taken[admit.handle], step)
 
-    def _refusal(self) -> RefuseReason | None:
+    def _forced_refusals(self, plan: Plan) -> list[Refused]:
+        """Return the admissions that come to nothing for another reason than room, first in the plan."""
         if self.draining:
-            return RefuseReason.DRAINING
-        if self.refuse_next > 0:
-            self.refuse_next -= 1
-            return RefuseReason.NO_BLOCKS
-        if len(self._rows) < self.config.max_num_seqs:
-            return None
-        self.surprises["refused"] += 1
-        return RefuseReason.MAX_NUM_SEQS
+            return [Refused(admit.handle, RefuseReason.DRAINING) for admit in plan.admit]
+        forced = plan.admit[: self.refuse_next]
+        self.refuse_next -= len(forced)
+        return [Refused(admit.handle, RefuseReason.NO_BLOCKS) for admit in forced]
 
-    def _take(self, admit: Admit) -> int | None:
-        """Take blocks for a sequence; return its cached tokens, or None when there are too few."""
+    def _refusal(self, handle: int, num_seqs: int) -> Refused:
+        self.surprises["refused"] += 1
+        if num_seqs >= self.config.max_num_seqs:
+            return Refused(handle, RefuseReason.MAX_NUM_SEQS)
+        return Refused(
+            handle, RefuseReason.NO_BLOCKS if self.config.paged else RefuseReason.NO_CONTIGUOUS_RUN
+        )
+
+    def _take(self, admit: Admit) -> _Row | None:
+        """Take blocks for a sequence; None when there are too few."""
         size, length = self.config.block_size, len(admit.token_ids)
         sampling = admit.sampling
         hits = self._pool.share(admit.keys, (length - 1) // size)
         seed = sampling.seed or 0
         most = admit.prompt_len + (sampling.max_tokens or self.config.max_model_len)
         most = min(most, self.config.max_model_len)
-        reserved = admit.reserve_tokens or (0 if self.config.paged else most)
-        blocks = -(-max(length + 1, reserved) // size)
+        reserved = admit.reserve_tokens or most
+        blocks = length // size + 1 if self.config.paged else -(-max(length + 1, reserved) // size)
         if not self._pool.take(blocks - len(hits)):
             self._pool.give_back(0, reversed(hits))
             return None
-        self._rows[admit.handle] = _Row(
+        return _Row(
             handle=admit.handle,
             length=length,
             stream=stream_of(seed, admit.choice),
@@ -336,55 +389,43 @@ class SimWorker:
             stop_token_ids=frozenset(sampling.stop_token_ids),
             keys=list(admit.keys),
             blocks=blocks,
+            capacity=blocks * size,
             shared=hits,
             computed=len(hits) * size,
             num_published=len(hits),
             hold=admit.hold_after_finish,
         )
-        self._digest += admit.handle * length
-        return len(hits) * size
 
-    def _note_seals(self, plan: Plan) -> None:
-        for handle, index, key in plan.seal:
-            row = self._rows.get(handle)
-            if row is None:
-                continue
-            if index != len(row.keys):
-                raise PlanFaultError(f"handle {handle}: seal of block {index} after {len(row.keys)}")
-            row.keys.append(key)
-            self._publish(row)
+    def _take_in(self, row: _Row, step: _Step) -> None:
+        handle = row.handle
+        self._rows[handle] = row
+        self._digest += handle * row.length
+        step.admitted.append(Admitted(handle, row.computed))
+        if handle in self._cancelled_early:
+            # Its cancel has overtaken its plan.
+            self._cancelled_early.discard(handle)
+            self._release(handle)
+            step.released.append(handle)
 
-    def _batch(self, plan: Plan) -> _Step:
+    def _choose_rows(self, plan: Plan, step: _Step) -> None:
         """Choose what to compute: decodes that have their block, and the prefills of the plan."""
-        step = _Step()
-        size, skip = self.config.block_size, frozenset(plan.skip)
-        rows = [row for row in self._rows.values() if row.prefill_done and row.handle not in skip]
-        growing = sum(1 for row in rows if row.length > row.blocks * size)
-        if growing > self._pool.obtainable:
-            rows.sort(key=lambda row: (row.priority, row.handle))
-        for row in rows:
-            if row.length > row.blocks * size:
-                if not self._pool.take(1):
-                    self.surprises["stalled"] += 1
-                    step.stalled.append((row.handle, StallReason.NO_BLOCK))
-                    continue
-                row.blocks += 1
-            step.decodes.append(row)
-            step.context_tokens += row.length
-        for handle, most in plan.prefill:
-            prefill = self._rows.get(handle)
-            if prefill is None:
-                continue
-            tokens = min(most, prefill.length - prefill.computed)
-            if prefill.prefill_done or tokens <= 0:
-                continue
-            step.prefills.append((prefill, tokens))
-            step.prefill_tokens += tokens
-            step.prefill_squares += tokens * (tokens + 2 * prefill.computed)
-        over = len(step.decodes) + step.prefill_tokens > self.config.max_num_batched_tokens
-        if over and (step.decodes or len(step.prefills) > 1):
+        skip, chunks = frozenset(plan.skip), dict(plan.prefill)
+        rows = step.rows
+        for handle, row in self._rows.items():
+            if row.prefill_done:
+                if row.length <= row.capacity and handle not in skip:
+                    rows.append((row, 1))
+                    step.context_tokens += row.length
+            elif handle in chunks:
+                tokens = min(chunks[handle], row.length - row.computed)
+                rows.append((row, tokens))
+                step.prefilled.append((handle, tokens))
+                step.prefill_tokens += tokens
+                step.prefill_squares += tokens * (tokens + 2 * row.computed)
+        step.num_decodes = len(rows) - len(step.prefilled)
+        over = step.num_decodes + step.prefill_tokens > self.config.max_num_batched_tokens
+        if over and len(rows) > 1:
             self.surprises["over_budget"] += 1
-        return step
 
     def _commit(self, step: _Step) -> tuple[list[int], list[int], list[int], list[Finished]]:
         """Advance what was computed; return handles, positions and ids of new tokens, and who finished."""
@@ -393,20 +434,17 @@ class SimWorker:
         tokens: list[int] = []
         finished: list[Finished] = []
         size = self.config.block_size
-        sampled = list(step.decodes)
-        for row, count in step.prefills:
-            row.computed += count
-            if row.computed == row.length:
-                row.prefill_done = True
-                sampled.append(row)
-            else:
-                self._publish(row)
-        for row in sampled:
+        if step.rows and self._late_seals:
+            self._publish_late()
+        for row, count in step.rows:
             if row.held:
                 continue
-            row.computed = row.length
+            row.computed += count
             if row.computed // size > row.num_published:
                 self._publish(row)
+            if row.computed < row.length:
+                continue
+            row.prefill_done = True
             token = token_at(row.stream, row.length)
             handles.append(row.handle)
             positions.append(row.length)
@@ -421,7 +459,15 @@ class SimWorker:
                     row.held = True
                 else:
                     self._release(row.handle)
+            elif row.length > row.capacity:
+                self._starved[row.handle] = row
         return handles, positions, tokens, finished
+
+    def _publish_late(self) -> None:
+        for row in self._late_seals:
+            if row.handle in self._rows:
+                self._publish(row)
+        self._late_seals.clear()
 
     def _publish(self, row: _Row) -> None:
         """Publish the blocks that are computed and have a key."""

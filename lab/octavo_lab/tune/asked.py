@@ -10,10 +10,10 @@ from octavo import AsyncClient
 
 from octavo_lab.command import BenchError
 from octavo_lab.datasets import lengths
-from octavo_lab.datasets.lengths import TRACES
 from octavo_lab.datasets.load import DatasetConfig, load
 from octavo_lab.datasets.tokenizers import ServiceTokenizer
-from octavo_lab.load.target import Request
+from octavo_lab.load.target import PlannedRequest
+from octavo_lab.traces import TRACES
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Asking:
     traces: Path | None = None
     seed: int = 1
     description: str = ""
-    _made: list[Request] = field(default_factory=list)
+    _made: list[PlannedRequest] = field(default_factory=list)
 
     async def prepare(self, endpoint: str, count: int) -> None:
         """Make the requests, with the tokenizer of the service under test.
@@ -37,7 +37,7 @@ class Asking:
         if not self._made:
             self._made = await self._make(endpoint, count)
 
-    def requests(self, count: int) -> Sequence[Request]:
+    def requests(self, count: int) -> Sequence[PlannedRequest]:
         """Return so many; the same each time."""
         return self._made[:count]
 
@@ -53,7 +53,7 @@ class Asking:
         window = lengths.window(trace.arrivals, count, self.seed)
         return [(one.prompt_tokens, one.output_tokens) for one in window]
 
-    async def _make(self, endpoint: str, count: int) -> list[Request]:
+    async def _make(self, endpoint: str, count: int) -> list[PlannedRequest]:
         async with AsyncClient(endpoint) as client:
             model = (await client.models())[0]
             context = min(self.context or model.max_model_len, model.max_model_len)

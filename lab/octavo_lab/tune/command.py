@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.cli import output
 from octavo.cli.durations import duration
+from octavo.steptimes import StepTimes, StepTimesError
 
 from octavo_lab.command import BenchError, claim_file
 
 if TYPE_CHECKING:
-    from octavo_lab.tune.search import Found, Settings, Trial
+    from octavo_lab.tune.search import Settings, Trial, TuningResult
     from octavo_lab.tune.target import LatencyTarget
 
 
@@ -36,7 +37,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
     add("--dataset", default="azure-conv", metavar="WHAT", help="as for `octavo bench serve`")
     add("--context", type=int, metavar="N", help="longest sequence that is asked for (default: the model's)")
     add("--scale", type=int, metavar="N", help="divide the lengths of a trace by this")
-    add("--traces", type=Path, metavar="DIR", help="folder of the public traces")
+    add("--traces", type=Path, metavar="DIR", help="folder with other copies of the public traces")
     add(
         "--requests",
         type=int,
@@ -66,7 +67,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search, print the frontier and the settings; return the exit code.
+    """SettingsSearch, print the frontier and the settings; return the exit code.
 
     It is 1 when nothing keeps the target, and 130 after Ctrl-C, which ends the search with the best so far.
     """
@@ -94,9 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
     return output.EXIT_INTERRUPTED if interrupted else 0
 
 
-def _search(arguments: argparse.Namespace) -> tuple[Found, LatencyTarget, bool]:
+def _search(arguments: argparse.Namespace) -> tuple[TuningResult, LatencyTarget, bool]:
     """Return what was found, for what, and whether Ctrl-C ended it."""
-    from octavo_lab.tune.search import Search, Space  # noqa: PLC0415 # needs the extra `bench`
+    from octavo_lab.tune.search import SettingsSearch, Space  # noqa: PLC0415 # needs the extra `bench`
     from octavo_lab.tune.target import LatencyTarget  # noqa: PLC0415 # needs the extra `bench`
 
     if not 50 <= arguments.percentile < 100:
@@ -120,7 +121,7 @@ def _search(arguments: argparse.Namespace) -> tuple[Found, LatencyTarget, bool]:
     interrupted = False
     give_up_at = None if arguments.budget is None else time.monotonic() + arguments.budget
     with _trials(arguments, target, requests) as trials:
-        search = Search(
+        search = SettingsSearch(
             space,
             trials,
             _first_rate(trials, middle, requests),
@@ -158,10 +159,12 @@ def _trials(arguments: argparse.Namespace, target: LatencyTarget, requests: int)
             seed=arguments.seed,
         )
         return ServedTrials(config, asking, target, requests)
-    from octavo_lab.sim import StepTimes  # noqa: PLC0415 # needs the extra `scheduler`
     from octavo_lab.tune.simulated import SimulatedTrials, SimulatedWorker  # noqa: PLC0415 # needs `bench`
 
-    times = StepTimes.builtin() if arguments.profile is None else StepTimes.load(arguments.profile)
+    try:
+        times = StepTimes.builtin() if arguments.profile is None else StepTimes.load(arguments.profile)
+    except StepTimesError as error:
+        raise BenchError(str(error)) from None
     worker = SimulatedWorker(times, arguments.simulate)
     lengths = asking.lengths(requests, worker.max_model_len)
     return nullcontext(SimulatedTrials(worker, lengths, target, arguments.seed))
@@ -182,7 +185,7 @@ def _telling() -> Callable[[Trial], None]:
     return tell
 
 
-def _print(found: Found, target: LatencyTarget, model: str) -> None:
+def _print(found: TuningResult, target: LatencyTarget, model: str) -> None:
     best = found.best
     if best is None:
         output.fail(f"no settings keep {target}, at however low a rate: see the trials above")

@@ -11,7 +11,7 @@ until none is; steps are wide at first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -89,16 +89,9 @@ class Space:
             seqs -= 1
         return seqs, tokens
 
-    def places(self) -> Iterator[tuple[int, int]]:
-        """Yield every place that has settings."""
-        for seqs in range(len(self.max_num_seqs)):
-            for tokens in range(len(self.max_num_batched_tokens)):
-                if self.at((seqs, tokens)) is not None:
-                    yield seqs, tokens
-
 
 @dataclass(slots=True)
-class Found:
+class TuningResult:
     """The outcome of a search."""
 
     best: Trial | None
@@ -118,7 +111,7 @@ def _beats(one: Trial, other: Trial) -> bool:
     return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
 
-class Search:
+class SettingsSearch:
     """Searches a space.
 
     Args:
@@ -142,33 +135,22 @@ class Search:
         self._first_rate = first_rate
         self._on_trial = on_trial
         self._may_go_on = may_go_on
-        self._found = Found(None)
+        self._found = TuningResult(None)
         self._seen: set[Settings] = set()
 
     @property
-    def found(self) -> Found:
+    def found(self) -> TuningResult:
         """What has been found so far."""
         return self._found
 
-    def run(self) -> Found:
-        """Search from the middle outwards."""
+    def run(self) -> TuningResult:
+        """SettingsSearch from the middle outwards."""
         place = self._space.middle()
         self._begin(place)
         widths = [max(1, len(self._space.max_num_seqs) // 4), 1]
         for width in dict.fromkeys(widths):
             while (better := self._best_neighbour(place, width)) is not None:
                 place = better
-        return self._found
-
-    def exhaustive(self) -> Found:
-        """Try every setting with the same care; what `run` is compared with."""
-        for place in self._space.places():
-            settings = self._space.at(place)
-            assert settings is not None
-            if self._found.best is None:
-                self._climb(settings, self._first_rate)
-            else:
-                self._challenge(settings)
         return self._found
 
     def lowest_memory(self, utilizations: Sequence[float]) -> None:

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
-import numpy as np
 from octavo.stack import Stack, StackConfig, StackError
 
 from octavo_lab.command import BenchError
 from octavo_lab.load.arrivals import Poisson
-from octavo_lab.load.generator import Limits, Traffic, generate
-from octavo_lab.load.records import Outcome, RequestRecord, RunRecord, TargetRecord
-from octavo_lab.load.target import Answer, Request, Sink, Target
+from octavo_lab.load.generator import RunLimits, Traffic, generate
+from octavo_lab.load.records import Outcome, RunRecord, TargetRecord
+from octavo_lab.load.target import Answer, LoadTarget, PlannedRequest, Sink
 from octavo_lab.load.targets.octavo import OctavoTarget
+from octavo_lab.tune.asked import Asking
 from octavo_lab.tune.search import Settings, Trial
-from octavo_lab.tune.target import LatencyTarget, keeps_up
+from octavo_lab.tune.target import LatencyTarget, trial_of
 
 _WARM_UP_REQUESTS = 8
 _READY_S = 1800.0
 _PATIENCE_S = 900.0
-
-
-class Asked(Protocol):
-    """Requests to try settings with."""
-
-    description: str
-
-    async def prepare(self, endpoint: str, count: int) -> None:
-        """Make the requests, with the tokenizer of the service under test."""
-
-    def requests(self, count: int) -> Sequence[Request]:
-        """Return so many; the same each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +41,7 @@ class ServedConfig:
 class ServedTrials:
     """Runs trials on a stack of its own, in a `with` statement."""
 
-    def __init__(self, config: ServedConfig, asked: Asked, target: LatencyTarget, requests: int) -> None:
+    def __init__(self, config: ServedConfig, asked: Asking, target: LatencyTarget, requests: int) -> None:
         self._config = config
         self._asked = asked
         self._target = target
@@ -97,7 +85,7 @@ class ServedTrials:
         async def burst() -> RunRecord:
             async with OctavoTarget(endpoint) as target:
                 return await generate(
-                    target, self._traffic(requests, 1000.0 * requests), Limits(drain_s=600.0)
+                    target, self._traffic(requests, 1000.0 * requests), RunLimits(drain_s=600.0)
                 )
 
         run = self._runner.run(burst())
@@ -152,7 +140,7 @@ class ServedTrials:
 
     async def _warm_up(self, endpoint: str) -> None:
         async with OctavoTarget(endpoint) as target:
-            await generate(target, self._traffic(_WARM_UP_REQUESTS, 100.0), Limits(drain_s=300.0))
+            await generate(target, self._traffic(_WARM_UP_REQUESTS, 100.0), RunLimits(drain_s=300.0))
 
     def _traffic(self, count: int, rate_per_s: float) -> Traffic:
         # What an earlier trial has left in the prefix cache is of no use to this one.
@@ -172,14 +160,14 @@ class ServedTrials:
             judge = Judge(octavo, target, target.allowed_misses(self._requests), stop)
             traffic = self._traffic(self._requests, rate_per_s)
             # By then, whatever has not been answered has missed a bound, if there is one.
-            run = await generate(judge, traffic, Limits(drain_s=120.0), stop=stop)
-        return _trial_of(run, settings, rate_per_s, target, stopped=stop.is_set())
+            run = await generate(judge, traffic, RunLimits(drain_s=120.0), stop=stop)
+        return trial_of(settings, rate_per_s, target, run.requests, stopped=stop.is_set())
 
 
 class Judge:
     """Counts the requests that miss the latency target, and asks to stop when it is out of reach."""
 
-    def __init__(self, target: Target, bounds: LatencyTarget, allowed: int, stop: asyncio.Event) -> None:
+    def __init__(self, target: LoadTarget, bounds: LatencyTarget, allowed: int, stop: asyncio.Event) -> None:
         self._target = target
         self._bounds = bounds
         self._allowed = allowed
@@ -199,8 +187,8 @@ class Judge:
     ) -> None:
         """The target is its owner's to leave."""
 
-    async def ask(self, request: Request, sink: Sink) -> Answer:
-        """Send a request; see `Target`."""
+    async def ask(self, request: PlannedRequest, sink: Sink) -> Answer:
+        """Send a request; see `LoadTarget`."""
         loop = asyncio.get_running_loop()
         noted = _Noted(sink, loop, self._miss, self._bounds.ttft_s)
         answer = await self._target.ask(request, noted)
@@ -256,29 +244,3 @@ class _Noted:
     def _is_late(self) -> None:
         self.late = True
         self._on_late()
-
-
-def _trial_of(
-    run: RunRecord, settings: Settings, rate_per_s: float, target: LatencyTarget, *, stopped: bool
-) -> Trial:
-    done: list[RequestRecord] = [one for one in run.requests if one.outcome is Outcome.OK]
-    misses = len(run.requests) - len(done) + sum(target.missed(one.ttft_s, one.tpot_s) for one in done)
-    answered = [(one.ended_s, target.granted_s(one.e2e_s, one.ttft_s)) for one in done]
-    kept = (
-        not stopped
-        and misses <= target.allowed_misses(len(run.requests))
-        and keeps_up([one.offered.planned_s for one in run.requests], answered)
-    )
-    ttft = [one.ttft_s for one in done if one.ttft_s is not None]
-    tpot = [one.tpot_s for one in done if one.tpot_s is not None]
-    return Trial(
-        settings,
-        rate_per_s,
-        kept=kept,
-        requests=len(run.requests),
-        stopped_early=stopped,
-        ttft_s=None if stopped or not ttft else float(np.quantile(ttft, target.quantile)),
-        tpot_s=None if stopped or not tpot else float(np.quantile(tpot, target.quantile)),
-        tokens_per_s=None if stopped else sum(one.output_tokens for one in done) / max(run.ended_s, 1e-9),
-        memory_short=any(one.preemptions for one in done),
-    )

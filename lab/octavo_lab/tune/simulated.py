@@ -6,13 +6,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
+from octavo.steptimes import StepTimes
 
 from octavo_lab.fleet.arms import LATE, simulate
 from octavo_lab.fleet.workload import FleetConfig
-from octavo_lab.sim import Arrival, StepTimes, poisson, request_of
+from octavo_lab.load.records import Offered, Outcome, RequestMeasurement
+from octavo_lab.sim import SimResult, poisson, request_of
+from octavo_lab.traces import TraceRequest
 from octavo_lab.tune.search import Settings, Trial
-from octavo_lab.tune.target import LatencyTarget, keeps_up
+from octavo_lab.tune.target import LatencyTarget, trial_of
 from scheduler_svc.core import CoreConfig
 
 
@@ -60,27 +62,22 @@ class SimulatedTrials:
         jobs = []
         for number, (prompt, output) in enumerate(self._lengths):
             at = next(times)
-            spec = request_of(Arrival(at, prompt, output), f"r{number}", number, worker.block_size)
+            spec = request_of(TraceRequest(at, prompt, output), f"r{number}", number, worker.block_size)
             jobs.append((at, replace(spec, root_key=b"")))
         results = simulate(LATE, jobs, fleet, CoreConfig(max_waiting_requests=len(jobs) + 1))
-        misses = sum(target.missed(one.ttft_s, one.tpot_s) or not one.completed for one in results)
-        ttft = [one.ttft_s for one in results if one.ttft_s is not None]
-        tpot = [one.tpot_s for one in results if one.tpot_s is not None]
-        answered = [
-            (one.ended_at, target.granted_s(one.ended_at - one.arrival, one.ttft_s))
-            for one in results
-            if one.completed and one.ended_at is not None
-        ]
-        in_bounds = misses <= target.allowed_misses(len(results))
-        ended = max((one.ended_at or 0.0 for one in results), default=1.0)
-        return Trial(
-            settings,
-            rate_per_s,
-            kept=in_bounds and keeps_up([one.arrival for one in results], answered),
-            requests=len(results),
-            stopped_early=False,
-            ttft_s=float(np.quantile(ttft, target.quantile)) if ttft else None,
-            tpot_s=float(np.quantile(tpot, target.quantile)) if tpot else None,
-            tokens_per_s=sum(one.output_tokens for one in results) / ended,
-            memory_short=any(one.preemptions for one in results),
-        )
+        return trial_of(settings, rate_per_s, target, [_measured(*one) for one in enumerate(results)])
+
+
+def _measured(number: int, one: SimResult) -> RequestMeasurement:
+    """Return what a client of a real service would have noted."""
+    return RequestMeasurement(
+        offered=Offered(
+            number=number, planned_s=one.arrival, prompt_tokens=one.prompt_tokens, output_tokens=0
+        ),
+        sent_s=one.arrival,
+        outcome=Outcome.OK if one.completed else Outcome.ERROR,
+        ended_s=one.arrival if one.ended_at is None else one.ended_at,
+        chunk_times_s=tuple(at for at in (one.first_token_at, one.last_token_at) if at is not None),
+        output_tokens=one.output_tokens,
+        preemptions=one.preemptions,
+    )

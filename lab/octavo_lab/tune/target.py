@@ -1,4 +1,4 @@
-"""The latency target of the tuner, and when a trial has missed it."""
+"""The latency target of the tuner, and what a trial says of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
+import numpy as np
+
+from octavo_lab.load.records import Outcome, RequestMeasurement
 from octavo_lab.load.statistics import needed
+from octavo_lab.tune.search import Settings, Trial
 
 KEEPS_UP: Final = 0.9
 """Share of the requests that came whose answers there must be, those aside that are being served."""
@@ -73,3 +77,34 @@ class LatencyTarget:
         bounds = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s))
         told = [f"P{self.percentile:g} {name} {bound * 1000:g} ms" for name, bound in bounds if bound]
         return ", ".join(told) or "none: throughput alone"
+
+
+def trial_of(
+    settings: Settings,
+    rate_per_s: float,
+    target: LatencyTarget,
+    requests: Sequence[RequestMeasurement],
+    *,
+    stopped: bool = False,
+) -> Trial:
+    """Return what came of a trial; `stopped` before all had ended, because the target was out of reach."""
+    done = [one for one in requests if one.outcome is Outcome.OK]
+    misses = len(requests) - len(done) + sum(target.missed(one.ttft_s, one.tpot_s) for one in done)
+    granted = [(one.ended_s, target.granted_s(one.e2e_s, one.ttft_s)) for one in done]
+    in_bounds = not stopped and misses <= target.allowed_misses(len(requests))
+    ended_s = max((one.ended_s for one in requests), default=0.0)
+
+    def percentile(values: list[float]) -> float | None:
+        return None if stopped or not values else float(np.quantile(values, target.quantile))
+
+    return Trial(
+        settings,
+        rate_per_s,
+        kept=in_bounds and keeps_up([one.offered.planned_s for one in requests], granted),
+        requests=len(requests),
+        stopped_early=stopped,
+        ttft_s=percentile([one.ttft_s for one in done if one.ttft_s is not None]),
+        tpot_s=percentile([one.tpot_s for one in done if one.tpot_s is not None]),
+        tokens_per_s=None if stopped else sum(one.output_tokens for one in done) / max(ended_s, 1e-9),
+        memory_short=any(one.preemptions for one in done),
+    )

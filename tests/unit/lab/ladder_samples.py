@@ -12,7 +12,7 @@ from octavo_lab.load.records import (
     GeneratorRecord,
     Offered,
     Outcome,
-    RequestRecord,
+    RequestMeasurement,
     RunRecord,
     TargetRecord,
     TrafficRecord,
@@ -23,9 +23,9 @@ def cell(arm: str = "static", rung: str = "middle", repeat: int = 0, rate: float
     return Cell(arm, rung, repeat, rate, 2.0, 20.0, 5.0, 7)
 
 
-def request(number: int, at: float, took: float, outcome: Outcome = Outcome.OK) -> RequestRecord:
+def request(number: int, at: float, took: float, outcome: Outcome = Outcome.OK) -> RequestMeasurement:
     tokens = (at + took / 2, at + took) if outcome is Outcome.OK else ()
-    return RequestRecord(
+    return RequestMeasurement(
         offered=Offered(number=number, planned_s=at, prompt_tokens=50 + number % 200, output_tokens=2),
         sent_s=at,
         outcome=outcome,
@@ -40,7 +40,7 @@ def request(number: int, at: float, took: float, outcome: Outcome = Outcome.OK) 
     )
 
 
-def result(of: Cell, requests: Sequence[RequestRecord], written: float = 0.5) -> CellResult:
+def result(of: Cell, requests: Sequence[RequestMeasurement], written: float = 0.5) -> CellResult:
     run = RunRecord(
         target=TargetRecord(kind="octavo", address="here"),
         traffic=TrafficRecord(

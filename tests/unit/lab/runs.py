@@ -9,14 +9,14 @@ from octavo_lab.load.records import (
     GeneratorRecord,
     Offered,
     Outcome,
-    RequestRecord,
+    RequestMeasurement,
     RunRecord,
     TargetRecord,
     TrafficRecord,
 )
 
 
-def request(number: int, planned_s: float, **fields: Any) -> RequestRecord:
+def request(number: int, planned_s: float, **fields: Any) -> RequestMeasurement:
     offered = Offered(
         number=number,
         planned_s=planned_s,
@@ -31,10 +31,10 @@ def request(number: int, planned_s: float, **fields: Any) -> RequestRecord:
         "chunk_times_s": (planned_s + 0.4, planned_s + 0.6, planned_s + 0.8, planned_s + 1.0),
         "output_tokens": 4,
     }
-    return RequestRecord(offered=offered, **{**defaults, **fields})
+    return RequestMeasurement(offered=offered, **{**defaults, **fields})
 
 
-def run(*requests: RequestRecord, **fields: Any) -> RunRecord:
+def run(*requests: RequestMeasurement, **fields: Any) -> RunRecord:
     one = RunRecord(
         target=TargetRecord(kind="octavo", address="127.0.0.1:1", model="demo", details={"workers": 1}),
         traffic=TrafficRecord(

@@ -12,7 +12,7 @@ from octavo_lab.chunked.experiment import ChunkedConfig, Comparison, compare
 from octavo_lab.command import BenchError
 from octavo_lab.datasets.corpus import Corpus
 from octavo_lab.load.records import Outcome, TargetRecord
-from octavo_lab.load.target import Answer, Request, Sink
+from octavo_lab.load.target import Answer, PlannedRequest, Sink
 
 from tests.unit.lab.virtual import run_virtual
 
@@ -31,7 +31,7 @@ class Engine:
     def record(self) -> TargetRecord:
         return TargetRecord(kind="test", address="here")
 
-    async def ask(self, request: Request, sink: Sink) -> Answer:
+    async def ask(self, request: PlannedRequest, sink: Sink) -> Answer:
         if request.kind == "long":
             for _ in range(self._pieces):
                 async with self._busy:
@@ -55,7 +55,7 @@ class Engine:
 
 
 class Failing(Engine):
-    async def ask(self, request: Request, sink: Sink) -> Answer:
+    async def ask(self, request: PlannedRequest, sink: Sink) -> Answer:
         return Answer(outcome=Outcome.ERROR, reason="PROMPT_TOO_LONG")
 
 

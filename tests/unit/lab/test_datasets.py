@@ -15,7 +15,7 @@ from octavo_lab.datasets import corpus as corpora
 from octavo_lab.datasets.corpus import Corpus, open_corpus, token_starts
 from octavo_lab.datasets.lengths import Drawn, of_trace, window
 from octavo_lab.datasets.load import Dataset, DatasetConfig, bucket_of, load
-from octavo_lab.sim import Arrival
+from octavo_lab.traces import TraceRequest
 
 
 class Words:
@@ -141,7 +141,7 @@ def test_a_trace_is_divided_by_the_least_whole_number_that_makes_99_percent_fit(
     # The 99th total is 3960 + 99 tokens, and 1000 are to be had.
     assert lengths.scale == 5
     assert len(lengths.arrivals) == 99
-    assert lengths.arrivals[9] == Arrival(pytest.approx(9.0), 80, 2)
+    assert lengths.arrivals[9] == TraceRequest(pytest.approx(9.0), 80, 2)
     assert lengths.description == "azure-conv, lengths divided by 5, 1 of 100 left out"
 
 
@@ -153,7 +153,7 @@ def test_a_trace_that_fits_stays_as_it_is(traces: Path) -> None:
 
 
 def test_windows_of_a_trace_are_in_a_row_and_go_around() -> None:
-    arrivals = [Arrival(float(at), at + 1, 1) for at in range(10)]
+    arrivals = [TraceRequest(float(at), at + 1, 1) for at in range(10)]
     taken = [one.prompt_tokens for one in window(arrivals, 25, seed=2)]
     assert len(taken) == 25
     assert all((later - earlier) % 10 == 1 for earlier, later in itertools.pairwise(taken))

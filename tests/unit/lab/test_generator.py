@@ -11,20 +11,20 @@ import pytest
 from octavo_lab.command import BenchError
 from octavo_lab.load.arrivals import Closed, Even, Phase, Phases, Poisson, Process, Replay
 from octavo_lab.load.generator import (
-    Limits,
-    Progress,
+    RunLimits,
+    RunProgress,
     Traffic,
     generate,
     requests_needed,
 )
 from octavo_lab.load.records import Outcome, RunRecord, TargetRecord
 from octavo_lab.load.summary import summarize
-from octavo_lab.load.target import Answer, Request, Sink
+from octavo_lab.load.target import Answer, PlannedRequest, Sink
 
 from tests.unit.lab.virtual import run_virtual, virtual_loop
 
-PATIENT = Limits()
-Serve = Callable[[Request, Sink], Awaitable[Answer]]
+PATIENT = RunLimits()
+Serve = Callable[[PlannedRequest, Sink], Awaitable[Answer]]
 
 
 class Service:
@@ -39,7 +39,7 @@ class Service:
     def record(self) -> TargetRecord:
         return TargetRecord(kind="test", address="here")
 
-    async def ask(self, request: Request, sink: Sink) -> Answer:
+    async def ask(self, request: PlannedRequest, sink: Sink) -> Answer:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
@@ -56,7 +56,7 @@ class Service:
         return None
 
 
-async def steady(request: Request, sink: Sink) -> Answer:
+async def steady(request: PlannedRequest, sink: Sink) -> Answer:
     """A first token after a second, then one each half second."""
     for number in range(request.output_tokens):
         await asyncio.sleep(0.5 if number else 1.0)
@@ -64,16 +64,21 @@ async def steady(request: Request, sink: Sink) -> Answer:
     return Answer(prompt_tokens=7, output_tokens=request.output_tokens, cached_tokens=2, queue_s=0.25)
 
 
-async def stuck(request: Request, sink: Sink) -> Answer:
+async def stuck(request: PlannedRequest, sink: Sink) -> Answer:
     await asyncio.sleep(1e6)
     return Answer()
 
 
-def requests(count: int) -> list[Request]:
-    return [Request(prompt="Hello", prompt_tokens=7, output_tokens=3, kind="greeting") for _ in range(count)]
+def requests(count: int) -> list[PlannedRequest]:
+    return [
+        PlannedRequest(prompt="Hello", prompt_tokens=7, output_tokens=3, kind="greeting")
+        for _ in range(count)
+    ]
 
 
-def drive(serve: Serve, arrivals: Process, count: int, limits: Limits = PATIENT, **traffic: Any) -> RunRecord:
+def drive(
+    serve: Serve, arrivals: Process, count: int, limits: RunLimits = PATIENT, **traffic: Any
+) -> RunRecord:
     service = Service(serve)
     plan = Traffic(requests=requests(count), arrivals=arrivals, **traffic)
 
@@ -103,7 +108,7 @@ def test_a_request_is_recorded_as_it_happened() -> None:
 
 
 def test_open_loop_sends_on_time_however_slow_the_service() -> None:
-    run = drive(stuck, Poisson(10.0), 200, Limits(drain_s=5.0), seed=1)
+    run = drive(stuck, Poisson(10.0), 200, RunLimits(drain_s=5.0), seed=1)
     planned = [at for at, _ in zip(Poisson(10.0).times(1), range(200), strict=False)]
     assert [one.sent_s for one in run.requests] == pytest.approx(planned)
     assert run.generator.late_sends == 0
@@ -112,7 +117,7 @@ def test_open_loop_sends_on_time_however_slow_the_service() -> None:
 
 
 def test_late_sends_are_counted_and_their_latency_is_not_flattered() -> None:
-    async def hogs(request: Request, sink: Sink) -> Answer:
+    async def hogs(request: PlannedRequest, sink: Sink) -> Answer:
         # The third request keeps the whole process busy, as a generator that cannot keep up would.
         hogs.count += 1  # type: ignore[attr-defined]
         if hogs.count == 3:  # type: ignore[attr-defined]
@@ -181,7 +186,7 @@ def places(count: int, each_s: float) -> Serve:
     """A service with so many places."""
     free = asyncio.Semaphore(count)
 
-    async def serve(request: Request, sink: Sink) -> Answer:
+    async def serve(request: PlannedRequest, sink: Sink) -> Answer:
         async with free:
             await asyncio.sleep(each_s)
         sink.chunk()
@@ -208,7 +213,7 @@ def test_overloaded_open_loop_is_not_faster_than_the_service(duration_s: float |
 
 
 def test_closed_loop_ends_with_its_window_when_nobody_answers() -> None:
-    run = drive(stuck, Closed(4), 1000, Limits(drain_s=7.0), duration_s=20.0)
+    run = drive(stuck, Closed(4), 1000, RunLimits(drain_s=7.0), duration_s=20.0)
     assert (run.until_s, run.ended_s) == (20.0, pytest.approx(27.0))
     assert [one.outcome for one in run.requests] == [Outcome.ABANDONED] * 4
 
@@ -216,16 +221,16 @@ def test_closed_loop_ends_with_its_window_when_nobody_answers() -> None:
 def test_closed_loop_in_which_one_hangs_is_measured_until_the_last_answer() -> None:
     answers = iter([True] * 10 + [False] + [True] * 9)
 
-    async def serve(request: Request, sink: Sink) -> Answer:
+    async def serve(request: PlannedRequest, sink: Sink) -> Answer:
         return await (steady if next(answers) else stuck)(request, sink)
 
-    run = drive(serve, Closed(4), 20, Limits(drain_s=100.0))
+    run = drive(serve, Closed(4), 20, RunLimits(drain_s=100.0))
     assert run.until_s == pytest.approx(12.0)
     assert run.ended_s > 100.0
 
 
 def test_a_request_that_takes_too_long_is_a_timeout_from_its_planned_start() -> None:
-    run = drive(steady, Even(1.0), 2, Limits(timeout_s=1.7))
+    run = drive(steady, Even(1.0), 2, RunLimits(timeout_s=1.7))
     assert [one.outcome for one in run.requests] == [Outcome.TIMEOUT] * 2
     assert [one.reason for one in run.requests] == ["CLIENT_TIMEOUT"] * 2
     assert run.requests[0].output_tokens == 2
@@ -251,7 +256,7 @@ def test_a_stop_ends_a_drain() -> None:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(20.0, stop.set)
         traffic = Traffic(requests=requests(3), arrivals=Even(1.0))
-        return await generate(Service(stuck), traffic, Limits(drain_s=1e5), stop=stop)
+        return await generate(Service(stuck), traffic, RunLimits(drain_s=1e5), stop=stop)
 
     record = run_virtual(run())
     assert record.interrupted
@@ -274,7 +279,7 @@ def test_cancelling_cancels_every_request() -> None:
 
 
 def test_a_fault_of_the_target_itself_ends_the_run_as_it_is() -> None:
-    async def breaks(request: Request, sink: Sink) -> Answer:
+    async def breaks(request: PlannedRequest, sink: Sink) -> Answer:
         raise BenchError("a chat takes text or messages")
 
     with pytest.raises(BenchError, match="a chat takes"):
@@ -287,7 +292,7 @@ def test_nothing_to_send_is_said() -> None:
 
 
 def test_progress_is_told_and_reaches_the_end() -> None:
-    told: list[Progress] = []
+    told: list[RunProgress] = []
 
     async def run() -> None:
         traffic = Traffic(requests=requests(10), arrivals=Even(1.0))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from octavo_lab.command import BenchError
 from octavo_lab.load.arrivals import Phase, Phases
-from octavo_lab.load.records import Outcome, RequestRecord
-from octavo_lab.load.target import Answer, Request, Sink
+from octavo_lab.load.records import Outcome, RequestMeasurement
+from octavo_lab.load.target import Answer, PlannedRequest, Sink
 from octavo_lab.overload import seats_of
 from octavo_lab.overload.drive import Calibration, Look, Mix, at_load, calibrate, through
 from octavo_lab.overload.timeline import Timeline
@@ -31,7 +31,7 @@ def service(patience: int | None) -> Serve:
     seats = asyncio.Semaphore(SEATS)
     waiting = 0
 
-    async def serve(request: Request, sink: Sink) -> Answer:
+    async def serve(request: PlannedRequest, sink: Sink) -> Answer:
         nonlocal waiting
         if patience is not None and waiting >= patience:
             return Answer(outcome=Outcome.REFUSED, reason="QUEUE_FULL", output_tokens=0)
@@ -63,7 +63,7 @@ def test_calibration_finds_the_capacity_and_the_times_of_an_unloaded_service() -
 
 
 def test_service_that_answers_nothing_is_no_service_to_overload() -> None:
-    async def refuse(request: Request, sink: Sink) -> Answer:
+    async def refuse(request: PlannedRequest, sink: Sink) -> Answer:
         await asyncio.sleep(0.1)
         return Answer(outcome=Outcome.ERROR, reason="NO_WORKER")
 
@@ -123,7 +123,7 @@ def test_timeline_is_told_as_text_record_and_picture(tmp_path: Path) -> None:
 
 
 def test_timeline_tells_nothing_from_too_few_requests() -> None:
-    def at(planned_s: float, ttft_s: float) -> RequestRecord:
+    def at(planned_s: float, ttft_s: float) -> RequestMeasurement:
         return request(round(planned_s), planned_s, chunk_times_s=(planned_s + ttft_s,), output_tokens=1)
 
     calm = [at(number / 5, 0.1 + number / 1000) for number in range(60)]

@@ -15,7 +15,7 @@ from octavo_lab.command import BenchError
 from octavo_lab.load.arrivals import Closed
 from octavo_lab.load.generator import Traffic, generate
 from octavo_lab.load.records import Outcome
-from octavo_lab.load.target import Answer, Request
+from octavo_lab.load.target import Answer, PlannedRequest
 from octavo_lab.load.targets.octavo import OctavoTarget
 from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
 from octavo_lab.load.targets.sse import StreamReader
@@ -33,8 +33,8 @@ class Counter:
         self.began.set()
 
 
-def request(prompt: Any = "Hello", **fields: Any) -> Request:
-    return Request(prompt=prompt, **{"prompt_tokens": 1, "output_tokens": 5, **fields})
+def request(prompt: Any = "Hello", **fields: Any) -> PlannedRequest:
+    return PlannedRequest(prompt=prompt, **{"prompt_tokens": 1, "output_tokens": 5, **fields})
 
 
 # -- Octavo
@@ -216,7 +216,7 @@ USAGE = {
 DONE = b"data: [DONE]\n\n"
 
 
-async def ask(server: Server, one: Request, **config: Any) -> tuple[Answer, Counter]:
+async def ask(server: Server, one: PlannedRequest, **config: Any) -> tuple[Answer, Counter]:
     sink = Counter()
     async with OpenAiTarget(OpenAiConfig(base_url=server.url, **config)) as target:
         return await target.ask(one, sink), sink

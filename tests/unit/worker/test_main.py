@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import grpc.aio
 import pytest
+from octavo.steptimes import StepTimes
 from octavo.v1 import worker_pb2 as pb
 from octavo.v1 import worker_pb2_grpc
 from structlog.testing import capture_logs
@@ -20,7 +21,6 @@ from worker_svc.errors import DeviceLost, ModelLoadError
 from worker_svc.models.progress import LoadingProgress
 from worker_svc.runner.base import StepBatch, StepResult
 from worker_svc.runner.sim import SimRunner, built_in_model
-from worker_svc.runner.steptime import StepTimes
 from worker_svc.start.load import build
 
 
@@ -28,7 +28,7 @@ class BreakingRunner(SimRunner):
     """Its first step ends it."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(built_in_model(), StepTimes())
+        super().__init__(built_in_model(), StepTimes.builtin())
         self._error = error
 
     def execute(self, batch: StepBatch) -> StepResult:
@@ -45,7 +45,7 @@ def settings() -> WorkerSettings:
 
 def test_worker_says_how_many_gpus_share_its_model() -> None:
     chosen = WorkerSettings.load({"runner": "vllm", "model": "m", "tensor_parallel_size": 4})
-    loaded = build(settings(), SimRunner(built_in_model(), StepTimes()))
+    loaded = build(settings(), SimRunner(built_in_model(), StepTimes.builtin()))
     terms = main.WorkerProcess(chosen)._terms("w", loaded)
 
     assert describe(loaded.info, terms).devices == 4

@@ -15,7 +15,7 @@ from octavo.types import GenerateResult, Messages, Prompt
 
 from octavo_lab.command import BenchError
 from octavo_lab.load.records import Outcome, TargetRecord
-from octavo_lab.load.target import Answer, Request, Sink
+from octavo_lab.load.target import Answer, PlannedRequest, Sink
 from octavo_lab.load.targets import outcomes
 
 
@@ -102,7 +102,7 @@ class OctavoTarget:
             "max_num_batched_tokens": max((worker.max_num_batched_tokens for worker in workers), default=0),
         }
 
-    def check(self, requests: Sequence[Request]) -> None:
+    def check(self, requests: Sequence[PlannedRequest]) -> None:
         """See, before the run, that requests can be made of all options.
 
         Raises:
@@ -125,7 +125,7 @@ class OctavoTarget:
     ) -> None:
         await self._close()
 
-    async def ask(self, request: Request, sink: Sink) -> Answer:
+    async def ask(self, request: PlannedRequest, sink: Sink) -> Answer:
         """Send a request and follow it; see `Target`."""
         try:
             async with self._stream(next(self._turns), request.prompt, self._options_of(request)) as stream:
@@ -136,7 +136,7 @@ class OctavoTarget:
         except OctavoError as error:
             return _answer(outcomes.of_octavo(error), error.partial, error.reason)
 
-    def _options_of(self, request: Request) -> dict[str, Any]:
+    def _options_of(self, request: PlannedRequest) -> dict[str, Any]:
         own = {"model": self._model, "max_tokens": request.output_tokens}
         return {**self._options, **own, **request.options}
 

@@ -13,7 +13,7 @@ import aiohttp
 
 from octavo_lab.command import BenchError
 from octavo_lab.load.records import Outcome, TargetRecord
-from octavo_lab.load.target import Answer, Request, Sink
+from octavo_lab.load.target import Answer, PlannedRequest, Sink
 from octavo_lab.load.targets import outcomes
 from octavo_lab.load.targets.sse import StreamReader
 
@@ -124,7 +124,7 @@ class OpenAiTarget:
         if self._session is not None:
             await self._session.close()
 
-    def check(self, requests: Sequence[Request]) -> None:
+    def check(self, requests: Sequence[PlannedRequest]) -> None:
         """See, before the run, that messages can be made of all requests.
 
         Raises:
@@ -136,7 +136,7 @@ class OpenAiTarget:
             except (TypeError, ValueError) as error:
                 raise BenchError(f"an option has a wrong value: {error}") from error
 
-    async def ask(self, request: Request, sink: Sink) -> Answer:
+    async def ask(self, request: PlannedRequest, sink: Sink) -> Answer:
         """Send a request and follow it; see `Target`."""
         assert self._session is not None, "enter the target first"
         body, headers = self._message(request)
@@ -154,7 +154,7 @@ class OpenAiTarget:
             return reader.failed(Outcome.ERROR, type(error).__name__)
         return reader.answer()
 
-    def _message(self, request: Request) -> tuple[dict[str, Any], dict[str, str]]:
+    def _message(self, request: PlannedRequest) -> tuple[dict[str, Any], dict[str, str]]:
         """Return body and headers."""
         body: dict[str, Any] = {
             "model": self._model,

@@ -26,7 +26,7 @@ from octavo_lab.ladder.workload import Workload
 from octavo_lab.load.arrivals import Closed, Process, Replay
 from octavo_lab.load.generator import Traffic, generate
 from octavo_lab.load.summary import summarize
-from octavo_lab.load.target import Request
+from octavo_lab.load.target import PlannedRequest
 from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
 from octavo_lab.scorecard import Measurement, at_least, at_most, entry, system
 from octavo_lab.scorecard.demo_model import quiet
@@ -128,7 +128,7 @@ def agreement(ours: dict[str, list[Figures]], theirs: dict[str, list[Figures]]) 
 
 
 async def _their_turn(
-    server: VllmServer, requests: Sequence[Request], scratch: Path, traffic: str
+    server: VllmServer, requests: Sequence[PlannedRequest], scratch: Path, traffic: str
 ) -> tuple[Figures, tuple[float, ...]]:
     """Return the figures of `vllm bench serve`, and when it sent."""
     rate = ("inf", "--max-concurrency", "1") if traffic == ALONE else (str(RATE_PER_S),)
@@ -159,7 +159,7 @@ async def _their_turn(
     return {name: found[name] for name in names}, tuple(at - first for at in found["start_times"])
 
 
-async def _our_turn(server: VllmServer, requests: Sequence[Request], arrivals: Process) -> Figures:
+async def _our_turn(server: VllmServer, requests: Sequence[PlannedRequest], arrivals: Process) -> Figures:
     """Return the same of ours; none where requests are too few for it."""
     async with OpenAiTarget(OpenAiConfig(base_url=server.base_url, model=MODEL)) as target:
         run = await generate(target, Traffic(requests=requests, arrivals=arrivals))

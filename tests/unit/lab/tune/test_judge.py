@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Self
 
 from octavo_lab.load.arrivals import Even
-from octavo_lab.load.generator import Limits, Traffic, generate
+from octavo_lab.load.generator import RunLimits, Traffic, generate
 from octavo_lab.load.records import Outcome, RunRecord, TargetRecord
-from octavo_lab.load.target import Answer, Request, Sink
+from octavo_lab.load.target import Answer, PlannedRequest, Sink
 from octavo_lab.tune.served import Judge
 from octavo_lab.tune.target import LatencyTarget
 
@@ -30,7 +30,7 @@ class Service:
     def record(self) -> TargetRecord:
         return TargetRecord(kind="test", address="here")
 
-    async def ask(self, request: Request, sink: Sink) -> Answer:
+    async def ask(self, request: PlannedRequest, sink: Sink) -> Answer:
         await asyncio.sleep(next(self._first_s))
         sink.chunk()
         await asyncio.sleep(self._gap_s)
@@ -47,12 +47,14 @@ class Service:
 
 
 def judge(service: Service, count: int = 50) -> tuple[RunRecord, bool]:
-    requests = [Request(prompt="Hello", prompt_tokens=1, output_tokens=2) for _ in range(count)]
+    requests = [PlannedRequest(prompt="Hello", prompt_tokens=1, output_tokens=2) for _ in range(count)]
 
     async def run() -> tuple[RunRecord, bool]:
         stop = asyncio.Event()
         target = Judge(service, TARGET, TARGET.allowed_misses(count), stop)
-        record = await generate(target, Traffic(requests=requests, arrivals=Even(1.0)), Limits(), stop=stop)
+        record = await generate(
+            target, Traffic(requests=requests, arrivals=Even(1.0)), RunLimits(), stop=stop
+        )
         return record, stop.is_set()
 
     return run_virtual(run())

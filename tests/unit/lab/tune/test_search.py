@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
-from octavo_lab.sim import StepTimes
-from octavo_lab.tune.search import BETTER, Search, Settings, Space, Trial
+from octavo.steptimes import StepTimes
+from octavo_lab.tune.search import BETTER, Settings, SettingsSearch, Space, Trial, TuningResult
 from octavo_lab.tune.simulated import SimulatedTrials, SimulatedWorker
 from octavo_lab.tune.target import LatencyTarget, keeps_up
 
@@ -35,12 +36,21 @@ class Response:
         return Trial(settings, rate_per_s, kept, 100, not kept, 0.1 * rate_per_s, 0.01)
 
 
+def try_all(search: SettingsSearch) -> TuningResult:
+    """Try every setting of the space with the same care."""
+    space = search._space
+    for place in itertools.product(range(len(space.max_num_seqs)), range(len(space.max_num_batched_tokens))):
+        if (settings := space.at(place)) is not None:
+            search._challenge(settings)
+    return search.found
+
+
 @pytest.mark.parametrize("first_rate", [0.5, 10.0, 300.0])
 @pytest.mark.parametrize("seqs", [4, 32, 128])
 @pytest.mark.parametrize("tokens", [128, 512, 2048])
 def test_search_finds_a_peak_wherever_it_is(first_rate: float, seqs: int, tokens: int) -> None:
     response = Response(Settings(seqs, tokens), 10.0)
-    found = Search(SPACE, response, first_rate).run()
+    found = SettingsSearch(SPACE, response, first_rate).run()
     assert found.best is not None
     assert response.capacity(found.best.settings) >= 0.9 * 10.0
     assert found.best.rate_per_s >= 0.9 * 10.0 / BETTER
@@ -48,26 +58,26 @@ def test_search_finds_a_peak_wherever_it_is(first_rate: float, seqs: int, tokens
 
 def test_search_asks_less_than_a_grid_would() -> None:
     searched, tried = Response(Settings(32, 512), 10.0), Response(Settings(32, 512), 10.0)
-    Search(SPACE, searched, 2.0).run()
-    Search(SPACE, tried, 2.0).exhaustive()
+    SettingsSearch(SPACE, searched, 2.0).run()
+    try_all(SettingsSearch(SPACE, tried, 2.0))
     assert searched.trials < 0.7 * tried.trials
 
 
 def test_search_says_so_when_nothing_keeps_the_target() -> None:
-    found = Search(SPACE, Response(Settings(32, 512), 1e-6), 2.0).run()
+    found = SettingsSearch(SPACE, Response(Settings(32, 512), 1e-6), 2.0).run()
     assert found.best is None
     assert found.frontier() == []
 
 
 def test_search_stops_when_time_is_up_with_the_best_so_far() -> None:
     response = Response(Settings(128, 2048), 10.0)
-    found = Search(SPACE, response, 2.0, may_go_on=lambda: response.trials < 6).run()
+    found = SettingsSearch(SPACE, response, 2.0, may_go_on=lambda: response.trials < 6).run()
     assert response.trials == 6
     assert found.best is not None
 
 
 def test_search_ends_when_every_rate_is_kept() -> None:
-    found = Search(SPACE, Response(Settings(32, 512), float("inf")), 2.0).run()
+    found = SettingsSearch(SPACE, Response(Settings(32, 512), float("inf")), 2.0).run()
     assert found.best is not None
 
 
@@ -78,7 +88,7 @@ def test_rate_that_keeps_a_target_for_tokens_alone_is_one_that_the_worker_can_se
     worker = SimulatedWorker(StepTimes.builtin(), 2048, max_model_len=512)
     target = LatencyTarget(percentile=90, tpot_s=0.3)
     trials = SimulatedTrials(worker, lengths[:200], target)
-    best = Search(Space((16,), (256,)), trials, 4.0).run().best
+    best = SettingsSearch(Space((16,), (256,)), trials, 4.0).run().best
     assert best is not None
     # More requests than the trial had, so that the beginning and the end of them hardly count.
     again = SimulatedTrials(worker, lengths, target)(best.settings, best.rate_per_s)
@@ -110,13 +120,15 @@ def test_wait_that_the_target_grants_is_no_falling_behind() -> None:
 def test_search_never_asks_for_fewer_tokens_than_sequences() -> None:
     asked: list[Settings] = []
     space = Space((64, 128, 256), (64, 128))
-    Search(space, Response(Settings(256, 64), 5.0), 1.0, lambda trial: asked.append(trial.settings)).run()
+    SettingsSearch(
+        space, Response(Settings(256, 64), 5.0), 1.0, lambda trial: asked.append(trial.settings)
+    ).run()
     assert asked
     assert all(one.max_num_batched_tokens >= one.max_num_seqs for one in asked)
 
 
 def test_least_memory_that_keeps_the_rate_is_recommended() -> None:
-    search = Search(SPACE, Response(Settings(32, 512), 10.0), 2.0)
+    search = SettingsSearch(SPACE, Response(Settings(32, 512), 10.0), 2.0)
     found = search.run()
     search.lowest_memory((0.9, 0.7, 0.5, 0.3))
     assert found.best is not None
@@ -124,7 +136,7 @@ def test_least_memory_that_keeps_the_rate_is_recommended() -> None:
 
 
 def test_frontier_holds_what_nothing_beats() -> None:
-    found = Search(SPACE, Response(Settings(32, 512), 10.0), 1.0).run()
+    found = SettingsSearch(SPACE, Response(Settings(32, 512), 10.0), 1.0).run()
     front = found.frontier()
     assert front[0].rate_per_s == max(trial.rate_per_s for trial in found.trials if trial.kept)
     assert [trial.rate_per_s for trial in front] == sorted((t.rate_per_s for t in front), reverse=True)
@@ -149,8 +161,8 @@ def test_search_on_the_simulated_worker_is_within_a_tenth_of_the_grid(
     worker = SimulatedWorker(StepTimes.builtin(), num_blocks, max_model_len=512)
     target = LatencyTarget(percentile=90, ttft_s=ttft_s, tpot_s=tpot_s)
     space = Space((4, 16, 64), (64, 256, 1024))
-    searched = Search(space, SimulatedTrials(worker, lengths, target), 4.0).run()
-    tried = Search(space, SimulatedTrials(worker, lengths, target), 4.0).exhaustive()
+    searched = SettingsSearch(space, SimulatedTrials(worker, lengths, target), 4.0).run()
+    tried = try_all(SettingsSearch(space, SimulatedTrials(worker, lengths, target), 4.0))
     assert searched.best is not None
     assert tried.best is not None
     assert searched.best.rate_per_s >= 0.9 * tried.best.rate_per_s

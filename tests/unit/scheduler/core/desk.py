@@ -10,7 +10,8 @@ from typing import Any
 from octavo.protocol.keys import chain
 from octavo.protocol.steps import KEY_BYTES, Plan, Priority, Report
 from octavo.sampling import SamplingParams
-from octavo_lab.sim import Monitor, SimWorker, SimWorkerConfig, StepTimes, check_core, check_nothing_sleeps
+from octavo.steptimes import StepTimes
+from octavo_lab.sim import Monitor, SimWorker, SimWorkerConfig, check_core, check_nothing_sleeps
 
 from scheduler_svc.core import (
     CoreConfig,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from octavo.protocol.steps import FinishReason
-from octavo_lab.sim import SimWorker, StepTimes
+from octavo.steptimes import StepTimes
+from octavo_lab.sim import SimWorker
 
 from scheduler_svc.core import CoreConfig
 from scheduler_svc.core.fleet import LoadIndex
@@ -175,9 +177,8 @@ def test_slow_newcomer_is_known_for_one_after_its_first_step() -> None:
     for length in (100, 40, 250):
         desk.submit(length, max_tokens=8)
     desk.finish()
-    machine = SimWorker(worker("w1", max_num_batched_tokens=128))
-    machine.slowdown = 3.0
-    desk.attach(machine)
+    slow = StepTimes(*(3.0 * seconds for seconds in astuple(StepTimes.builtin())))
+    desk.attach(SimWorker(replace(worker("w1", max_num_batched_tokens=128), step_times=slow)))
     desk.submit(20, max_tokens=400)
     desk.answer("w0")
     desk.submit(200, max_tokens=4)

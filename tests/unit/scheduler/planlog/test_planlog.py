@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from octavo.cli.main import main
 from octavo.protocol.steps import KEY_BYTES, Geometry, PoolReport, Priority
 from octavo.sampling import SamplingParams
+from octavo.steptimes import StepTimes
 from octavo.v1 import planlog_pb2
-from octavo_lab.sim import Cell, SimWorkerConfig, StepTimes
+from octavo_lab.sim import SimCell, SimWorkerConfig
 from octavo_lab.sim.chaos import CHAOS_CONFIG, Chaos
 
 from scheduler_svc.core import (
@@ -99,7 +100,7 @@ def record(
         max_model_len=256,
     )
     with recording(path, max_bytes=max_bytes, files=files) as core:
-        cell = Cell(core, [worker])
+        cell = SimCell(core, [worker])
         for number, spec in enumerate(requests):
             cell.submit_at(1.0 + number * 1e-3, spec)
         cell.loop.run(until=60.0)
@@ -217,7 +218,7 @@ def test_replay_of_a_faulty_run_makes_the_same_plans(tmp_path: Path, config: Cor
 def test_replay_of_the_static_arm_makes_the_same_plans(tmp_path: Path) -> None:
     worker = SimWorkerConfig(worker_id="w0", step_times=StepTimes.builtin(), paged=False)
     with recording(tmp_path / "plan.log", CoreConfig(static=StaticConfig(batch_size=3))) as core:
-        cell = Cell(core, [worker])
+        cell = SimCell(core, [worker])
         for number in range(7):
             cell.submit_at(1.0 + 0.1 * number, request(number, prompt_tokens=10 * number + 1))
         cell.loop.run(until=60.0)
@@ -232,7 +233,7 @@ def test_replay_knows_the_weights_of_tenants_at_each_moment(tmp_path: Path) -> N
     admitted: list[list[str]] = []
     for weights in ({"b": 9.0}, {"a": 9.0}):
         with recording(path, CoreConfig(policy="fair", max_waiting_requests=1000)) as core:
-            cell = Cell(core, [worker])
+            cell = SimCell(core, [worker])
             core.weigh_tenants({"a": 9.0}, 0.0)
             for number in range(40):
                 spec = replace(request(number, max_tokens=4), tenant="ab"[number % 2])

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from octavo.sampling import SamplingParams, StructuredOutput
+from octavo.steptimes import StepTimes
 from tokenizers import Tokenizer
 
-from worker_svc.errors import InvalidSettings
 from worker_svc.runner.base import Row, SequenceData, StepBatch
-from worker_svc.runner.sim import SimRunner, built_in_model, load_of, padded_load_of
-from worker_svc.runner.steptime import StepLoad, StepTimes, read_profile
+from worker_svc.runner.sim import SimRunner, StepLoad, built_in_model, load_of, padded_load_of
+
+TIMES = StepTimes.builtin()
 
 
 def sequence(handle: int, tokens: int, *, seed: int = 7, choice: int = 0, done: bool = False) -> SequenceData:
@@ -20,7 +18,7 @@ def sequence(handle: int, tokens: int, *, seed: int = 7, choice: int = 0, done: 
 
 
 def runner(sleeps: list[float] | None = None, speed: float = 1.0) -> SimRunner:
-    return SimRunner(built_in_model(), StepTimes(), speed, (sleeps if sleeps is not None else []).append)
+    return SimRunner(built_in_model(), TIMES, speed, (sleeps if sleeps is not None else []).append)
 
 
 def sampled(row: Row) -> int:
@@ -47,11 +45,11 @@ def test_sim_step_takes_the_time_of_its_load_at_its_speed() -> None:
     batch = StepBatch(
         (Row(sequence(1, 100, done=True), 99, 1, sample=True), Row(sequence(2, 50), 10, 20, sample=False))
     )
-    load = StepLoad(num_decodes=1, num_prefill_tokens=20, decode_context_tokens=100, prefill_pairs=400)
+    load = StepLoad(num_decodes=1, context_tokens=100, prefill_tokens=20, prefill_squares=800)
     assert load_of(batch) == load
     sleeps: list[float] = []
     runner(sleeps, speed=4.0).execute(batch)
-    assert sleeps == [pytest.approx(StepTimes().predict(load) / 4)]
+    assert sleeps == [pytest.approx(TIMES.seconds(*load) / 4)]
 
 
 def test_sim_padded_step_computes_every_prompt_as_long_as_the_longest() -> None:
@@ -84,53 +82,3 @@ def test_sim_built_in_tokenizer_reads_any_text_back() -> None:
     assert tokenizer.decode(ids) == text
     assert len(ids) == len(text.encode())
     assert tokenizer.encode("<|im_start|>").ids == [1]
-
-
-def test_profile_of_measured_points_is_fitted(tmp_path: Path) -> None:
-    true = StepTimes(0.01, 0.001, 0.0002, 1e-6, 1e-7)
-
-    def ms(*load: float) -> float:
-        return true.predict(StepLoad(*load)) * 1e3  # type: ignore[arg-type]
-
-    file = tmp_path / "profile.json"
-    file.write_text(
-        json.dumps(
-            {
-                "decode": [
-                    {"batch": b, "ctx": c, "ms": ms(b, 0, b * c)} for b in (1, 8, 64) for c in (64, 2048)
-                ],
-                "prefill": [
-                    {"tokens": 16, "ms": ms(0, 16, 0, 128)},
-                    {"tokens": 2048, "ms": ms(0, 2048, 0, 2048**2 / 2)},
-                    {"tokens": 1024, "reqs": 8, "each": 128, "ms": ms(0, 1024, 0, 8 * 128**2 / 2)},
-                ],
-                "mixed": [
-                    {"decode": 32, "ctx": 512, "prefill": 128, "ms": ms(32, 128, 32 * 512, 128**2 / 2)}
-                ],
-            }
-        )
-    )
-    fitted = read_profile(file)
-    assert [fitted.step_s, fitted.decode_s, fitted.prefill_token_s] == pytest.approx([0.01, 0.001, 0.0002])
-    assert [fitted.context_token_s, fitted.prefill_pair_s] == pytest.approx([1e-6, 1e-7])
-
-
-def test_profile_of_coefficients_is_taken_as_given(tmp_path: Path) -> None:
-    file = tmp_path / "profile.json"
-    file.write_text('{"step_s": 0.5}')
-    assert read_profile(file) == StepTimes(step_s=0.5)
-
-
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"decode": []}', '{"decode": [], "prefill": []}', '{"step_s": "x"}']
-)
-def test_profile_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "profile.json"
-    file.write_text(text)
-    with pytest.raises(InvalidSettings, match=r"profile\.json"):
-        read_profile(file)
-
-
-def test_profile_that_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSettings, match="No such file"):
-        read_profile(tmp_path / "none.json")
