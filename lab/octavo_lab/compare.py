@@ -20,8 +20,7 @@ def run(arguments: argparse.Namespace) -> str:
     Raises:
         BenchError: there are fewer than two runs, or a file is none.
     """
-    # Not earlier: they need the extra `bench`, and the help does not.
-    from octavo_lab.load import files, tables  # noqa: PLC0415
+    from octavo_lab.load import files, tables  # noqa: PLC0415 # slow to import
     from octavo_lab.serve.plan import parse_slo  # noqa: PLC0415
 
     if len(arguments.runs) < 2:

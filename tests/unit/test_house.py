@@ -71,6 +71,7 @@ FLOORS = {
         "datasets",
         "load",
         "sim",
+        "machine stored report plots",
         "command",
     ),
 }

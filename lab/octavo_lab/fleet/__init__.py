@@ -6,16 +6,16 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from octavo.cli import output
 
-from octavo_lab.command import BenchError, claim_folder
+from octavo_lab.command import BenchError, Flag, add_flags, claim_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo_lab.fleet.experiments import Outcome, Run
+    from octavo_lab.fleet.experiments import FleetOutcome, Run
     from octavo_lab.fleet.workload import FleetConfig
 
 CONDITIONS: Final = {
@@ -41,57 +41,35 @@ MIN_DEGRADED_WORKERS: Final = 2
 """One is slow and another leaves."""
 
 
+FLAGS: Final[tuple[Flag, ...]] = (
+    ("--requests", int, 3000, "N", "requests in a row per run"),
+    ("--seeds", int, 3, "N", "drawings of the traffic"),
+    ("--load", float, 0.9, "X", "share of the fleet's capacity"),
+    ("--prompt-tokens", float, 1000.0, "X", "mean tokens of a prompt of poisson"),
+    ("--output-tokens", float, 200.0, "X", "mean tokens of an answer"),
+    ("--cv", float, 1.0, "X", "coefficient of variation of both"),
+    ("--workers", int, 8, "N", "size of the fleet"),
+    ("--jobs", int, os.cpu_count() or 1, "N", "runs at a time"),
+    ("--steps", Path, None, "FILE", "step times of the workers (format: docs/simulator.md)"),
+    ("--traces", Path, None, "DIR", "folder of the public traces"),
+    ("--plan-log", Path, None, "FILE", "requests of a plan log in place of the trace"),
+    ("--out", Path, None, "DIR", "write record, tables and figures there"),
+)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    add = parser.add_argument
     described = ", ".join(f"{name} ({what})" for name, what in CONDITIONS.items())
-    parser.add_argument(
-        "conditions", nargs="*", metavar="CONDITION", help=f"what to simulate: {described} (default: all)"
-    )
-    parser.add_argument(
-        "--requests", type=int, default=3000, metavar="N", help="requests in a row per run (default 3000)"
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="drawings of the traffic (default 3)"
-    )
-    parser.add_argument(
-        "--load", type=float, default=0.9, metavar="X", help="share of the fleet's capacity (default 0.9)"
-    )
-    parser.add_argument(
-        "--trace",
-        choices=("azure-conv", "azure-code", "poisson"),
-        default="azure-conv",
-        help="what comes where prefixes do not matter; poisson: at random times, with lognormal lengths "
-        "(default azure-conv)",
-    )
-    for flag, default, what in (
-        ("--prompt-tokens", 1000.0, "mean tokens of a prompt of poisson"),
-        ("--output-tokens", 200.0, "mean tokens of an answer"),
-        ("--cv", 1.0, "coefficient of variation of both"),
-    ):
-        parser.add_argument(
-            flag, type=float, default=default, metavar="X", help=f"{what} (default {default:g})"
-        )
-    parser.add_argument("--workers", type=int, default=8, metavar="N", help="size of the fleet (default 8)")
-    parser.add_argument(
-        "--steps", type=Path, metavar="FILE", help="step times of the workers (format: docs/simulator.md)"
-    )
-    parser.add_argument(
-        "--fault",
-        action="append",
-        default=[],
-        metavar="KIND[=CHANCE]",
-        help=f"let workers fail, with this chance per step (default {FAULT_CHANCE:g}); may be repeated: "
-        f"{', '.join(FAULTS)}",
-    )
-    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the public traces")
-    parser.add_argument(
-        "--plan-log", type=Path, metavar="FILE", help="requests of a plan log in place of the trace"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write record, tables and figures there")
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time (default: cores)"
-    )
-    parser.add_argument("--json", action="store_true", help="print as JSON")
+    add("conditions", nargs="*", metavar="CONDITION", help=f"what to simulate: {described} (default: all)")
+    add_flags(parser, FLAGS)
+    traces = "what comes where prefixes do not matter; poisson: at random times, with lognormal lengths"
+    known = ("azure-conv", "azure-code", "poisson")
+    add("--trace", choices=known, default=known[0], help=f"{traces} (default azure-conv)")
+    chance = f"let workers fail, with this chance per step (default {FAULT_CHANCE:g}); may be repeated"
+    faults: dict[str, Any] = {"action": "append", "default": [], "metavar": "KIND[=CHANCE]"}
+    add("--fault", help=f"{chance}: {', '.join(FAULTS)}", **faults)
+    add("--json", action="store_true", help="print as JSON")
 
 
 def run(arguments: argparse.Namespace) -> str:
@@ -100,9 +78,8 @@ def run(arguments: argparse.Namespace) -> str:
     Raises:
         BenchError: there is no such condition, trace or plan log, or the folder cannot be written.
     """
-    # Not earlier: they need the extra `bench`, and the help does not.
-    from octavo_lab.datasets.lengths import Drawn  # noqa: PLC0415
-    from octavo_lab.fleet.experiments import Traffic, plan_runs  # noqa: PLC0415
+    from octavo_lab.datasets.lengths import Drawn  # noqa: PLC0415 # slow to import
+    from octavo_lab.fleet.experiments import FleetTraffic, plan_runs  # noqa: PLC0415
     from octavo_lab.fleet.report import as_record, as_text, write  # noqa: PLC0415
     from scheduler_svc.planlog import PlanLogError  # noqa: PLC0415
 
@@ -114,7 +91,7 @@ def run(arguments: argparse.Namespace) -> str:
         raise BenchError("requests, seeds, load and jobs must be positive")
     if arguments.workers < (MIN_DEGRADED_WORKERS if "degraded" in conditions else 1):
         raise BenchError(f"there must be workers, and with degraded {MIN_DEGRADED_WORKERS} of them")
-    traffic = Traffic(
+    traffic = FleetTraffic(
         requests=arguments.requests,
         load=arguments.load,
         traces=arguments.traces,
@@ -141,8 +118,8 @@ def run(arguments: argparse.Namespace) -> str:
 
 def _fleet(arguments: argparse.Namespace) -> FleetConfig:
     """Return the fleet that the flags describe."""
-    from octavo_lab.fleet.workload import FleetConfig  # noqa: PLC0415 # see `run`
-    from octavo_lab.sim import FaultRates, StepTimes, StepTimesError  # noqa: PLC0415 # see `run`
+    from octavo_lab.fleet.workload import FleetConfig  # noqa: PLC0415
+    from octavo_lab.sim import FaultRates, StepTimes, StepTimesError  # noqa: PLC0415
 
     try:
         times = StepTimes.builtin() if arguments.steps is None else StepTimes.load(arguments.steps)
@@ -165,10 +142,10 @@ def _fault(text: str) -> tuple[str, float]:
     return FAULTS[kind], value
 
 
-def _simulate(runs: Sequence[Run], processes: int) -> list[Outcome]:
-    from octavo_lab.fleet.experiments import execute_all  # noqa: PLC0415 # see `run`
+def _simulate(runs: Sequence[Run], processes: int) -> list[FleetOutcome]:
+    from octavo_lab.fleet.experiments import execute_all  # noqa: PLC0415
 
-    outcomes: list[Outcome] = []
+    outcomes: list[FleetOutcome] = []
     with output.ProgressLine() as progress:
         for outcome in execute_all(runs, processes):
             outcomes.append(outcome)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol, TypeGuard
+from typing import Final, Protocol
 
 from octavo_lab.fleet.workload import FleetConfig, Job
 from octavo_lab.sim import (
@@ -40,7 +40,7 @@ class Trouble:
 NO_TROUBLE: Final = Trouble()
 
 
-class Arm(Protocol):
+class Binding(Protocol):
     """A way to run a fleet."""
 
     hosts: Sequence[WorkerHost]
@@ -52,45 +52,43 @@ class Arm(Protocol):
         """A worker is to take nothing new; what it has accepted it finishes."""
 
 
-class _Outstanding:
-    """The requests that one core has taken and not ended."""
+class _Requests:
+    """Watches the requests of one core, or of several: which have not ended, and how many have."""
 
     def __init__(self) -> None:
-        self.request_ids: dict[str, None] = {}
+        self.outstanding: dict[str, None] = {}
+        self.ended = 0
 
     def submitted(self, spec: NewRequest, now: float) -> None:
         """A request has been sent."""
-        self.request_ids[spec.request_id] = None
+        self.outstanding[spec.request_id] = None
 
     def effects(self, effects: list[Effect], now: float) -> None:
-        """Forget what has ended."""
-        for effect in filter(_is_end, effects):
-            self.request_ids.pop(effect.request_id, None)
+        """Forget what has ended, and count it."""
+        for effect in effects:
+            if isinstance(effect, Reject) or (isinstance(effect, FinishChoice) and effect.last):
+                self.outstanding.pop(effect.request_id, None)
+                self.ended += 1
 
 
-def _is_end(effect: Effect) -> TypeGuard[Reject | FinishChoice]:
-    """Return whether a request has ended with an effect."""
-    return isinstance(effect, Reject) or (isinstance(effect, FinishChoice) and effect.last)
-
-
-class Engine:
+class RoutedEngine:
     """One worker with a core of its own, as a router sees it."""
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
-        self._outstanding = _Outstanding()
-        cell.observers.append(self._outstanding)
+        self._requests = _Requests()
+        cell.observers.append(self._requests)
 
     @property
     def num_requests(self) -> int:
         """Requests that it has taken and not ended."""
-        return len(self._outstanding.request_ids)
+        return len(self._requests.outstanding)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that it still has to compute, exactly: the rest of each prompt, and of each answer."""
         total = 0
-        for request_id in self._outstanding.request_ids:
+        for request_id in self._requests.outstanding:
             request = self.cell.core.find(request_id)
             for sequence in request.sequences if request is not None else ():
                 if sequence.status is SequenceStatus.RUNNING:
@@ -101,7 +99,7 @@ class Engine:
         return total
 
 
-Router = Callable[[Sequence[Engine]], Engine]
+Router = Callable[[Sequence[RoutedEngine]], RoutedEngine]
 """Chooses among the engines that take requests."""
 
 
@@ -109,7 +107,7 @@ def round_robin(rng: random.Random) -> Router:
     """Each in its turn."""
     count = 0
 
-    def choose(engines: Sequence[Engine]) -> Engine:
+    def choose(engines: Sequence[RoutedEngine]) -> RoutedEngine:
         nonlocal count
         count += 1
         return engines[count % len(engines)]
@@ -181,7 +179,7 @@ class EarlyBinding:
         router: Router,
     ) -> None:
         self._engines = [
-            Engine(Cell(SchedulerCore(config), [fleet.worker(index)], loop, observers))
+            RoutedEngine(Cell(SchedulerCore(config), [fleet.worker(index)], loop, observers))
             for index in range(fleet.num_workers)
         ]
         self._open = list(self._engines)
@@ -199,20 +197,6 @@ class EarlyBinding:
         self._open.remove(self._engines[index])
 
 
-class _Ends:
-    """Counts the requests that have ended."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def submitted(self, spec: NewRequest, now: float) -> None:
-        """Ends are counted, not beginnings."""
-
-    def effects(self, effects: list[Effect], now: float) -> None:
-        """Count what has ended."""
-        self.count += sum(map(_is_end, effects))
-
-
 def simulate(
     arm: str,
     jobs: Sequence[Job],
@@ -223,13 +207,13 @@ def simulate(
     trouble: Trouble = NO_TROUBLE,
 ) -> list[Result]:
     """Run jobs on a fleet until all have ended; return what their clients saw."""
-    loop, recorder, ends = EventLoop(), Recorder(), _Ends()
-    running: Arm
+    loop, recorder, requests = EventLoop(), Recorder(), _Requests()
+    running: Binding
     if arm == LATE:
-        running = LateBinding(fleet, config, loop, [recorder, ends])
+        running = LateBinding(fleet, config, loop, [recorder, requests])
     else:
         router = ROUTERS[arm](random.Random(seed))
-        running = EarlyBinding(fleet, config, loop, [recorder, ends], router)
+        running = EarlyBinding(fleet, config, loop, [recorder, requests], router)
     if fleet.faults != FaultRates():
         for index, host in enumerate(running.hosts):
             # One each: what goes wrong in a worker's n-th step does not depend on the others, nor on the arm.
@@ -240,5 +224,5 @@ def simulate(
         running.hosts[index].slow_factor = trouble.slow_factor
     if trouble.draining_worker is not None:
         loop.at(trouble.drains_at_s, partial(running.drain, trouble.draining_worker))
-    loop.run(stop=lambda: ends.count == len(jobs))
+    loop.run(stop=lambda: requests.ended == len(jobs))
     return list(recorder.results.values())

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
-from octavo_lab.ladder import words
-from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT
+from octavo_lab.ladder.arms import ARMS, CONTROL
 from octavo_lab.ladder.compare import ARTICLES, differs
-from octavo_lab.ladder.figures import Figures
-from octavo_lab.ladder.report import Report
+from octavo_lab.ladder.figures import Latency, Quantile
+from octavo_lab.ladder.report import LadderReport
 from octavo_lab.load.statistics import Interval, needed
+from octavo_lab.report import MISSING, bounded, seconds, share
+
+# -- figures in words
+
+
+def interval(one: Interval | None, form: str = ".2f") -> str:
+    """Return an estimate with its interval."""
+    return MISSING if one is None else bounded(one.value, one.low, one.high, form)
+
+
+def quantile(one: Quantile) -> str:
+    """Return a quantile with its interval, or why there is none."""
+    if one.interval is None or one.interval.low is one.interval.high is None:
+        return short(one)
+    low, high = ("?" if end is None else seconds(end) for end in (one.interval.low, one.interval.high))
+    return f"{short(one)} ({low} to {high})"
+
+
+def short(one: Quantile) -> str:
+    """Return a quantile without its interval."""
+    if one.over_s is not None:
+        return f"> {seconds(one.over_s)}" if one.over_s else "none answered"
+    return MISSING if one.interval is None else seconds(one.interval.value)
+
+
+def three(latency: Latency) -> str:
+    """Return P50 / P90 / P99."""
+    return " / ".join(map(short, (latency.p50, latency.p90, latency.p99)))
+
+
+# -- the comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,97 +55,66 @@ class Headline:
     """None: nothing was promised, or nothing measured."""
 
 
-def headlines(report: Report) -> list[Headline]:
+def headlines(report: LadderReport) -> list[Headline]:
     """Return the comparison with the articles' figures beside it."""
     one = report.comparison
     ratios = (
-        ("throughput when saturated, to the control", one.throughput_ratio, "throughput_ratio", ">=", 1.5),
-        ("end-to-end P50 at the control's capacity, to the control", one.p50_ratio, "p50_ratio", "<=", 0.6),
-        ("end-to-end P99 at the control's capacity, to the control", one.p99_ratio, "p99_ratio", "<=", 0.5),
+        ("throughput when saturated, to the control", one.throughput_ratio, "throughput_ratio", 1.5),
+        ("end-to-end P50 at the control's capacity, to the control", one.p50_ratio, "p50_ratio", 0.6),
+        ("end-to-end P99 at the control's capacity, to the control", one.p99_ratio, "p99_ratio", 0.5),
     )
-    lines = [
-        Headline(
-            what,
-            words.plain(value),
-            f"{ARTICLES[key]:.2f}",
-            f"{'at least' if sign == '>=' else 'at most'} {target:g}",
-            _met(value.value if value else None, sign, target),
-        )
-        for what, value, key, sign, target in ratios
-    ]
-    paged, static = one.kv_use_paged, one.kv_use_static
-    lines.append(
-        Headline(
-            "KV memory in use when saturated, paged",
-            words.share(paged),
-            words.share(ARTICLES["kv_use_paged"], 0),
-            "at least 93%",
-            _met(paged, ">=", 0.93),
-        )
-    )
-    lines.append(
-        Headline(
-            "KV memory in use when saturated, control",
-            words.share(static),
-            words.share(ARTICLES["kv_use_static"], 0),
-            "none",
-            None,
-        )
-    )
+    lines = []
+    for what, ratio, key, target in ratios:
+        at_least = key == "throughput_ratio"
+        met = None if ratio is None else ratio.value >= target if at_least else ratio.value <= target
+        wanted = f"{'at least' if at_least else 'at most'} {target:g}"
+        lines.append(Headline(what, interval(ratio), f"{ARTICLES[key]:.2f}", wanted, met))
+    for of, used, key, wanted in (
+        ("paged", one.kv_use_paged, "kv_use_paged", "at least 93%"),
+        ("control", one.kv_use_static, "kv_use_static", "none"),
+    ):
+        met = None if used is None or wanted == "none" else used >= 0.93
+        what = f"KV memory in use when saturated, {of}"
+        lines.append(Headline(what, share(used), share(ARTICLES[key], 0), wanted, met))
     return lines
 
 
-def _met(value: float | None, sign: str, target: float) -> bool | None:
-    if value is None:
-        return None
-    return value >= target if sign == ">=" else value <= target
-
-
-def paragraphs(report: Report) -> list[tuple[str, str]]:
+def paragraphs(report: LadderReport) -> list[tuple[str, str]]:
     """Return (title, text): why the figures are what they are, and differ from the articles'."""
     found = (_throughput(report), _lengths(report), _batching(report), _latency(report), _memory(report))
     return [one for one in found if one is not None]
 
 
-def _top(report: Report, arm: str) -> Figures | None:
-    return report.figures.get((arm, report.comparison.saturated_rung or ""))
-
-
-def _throughput(report: Report) -> tuple[str, str] | None:
-    ratio, best = report.comparison.throughput_ratio, report.comparison.throughput_of_best_static
-    if ratio is None:
+def _throughput(report: LadderReport) -> tuple[str, str] | None:
+    one = report.comparison
+    if one.throughput_ratio is None:
         return None
-    text = (
-        f"Saturated, the subject makes {words.plain(ratio)} times the tokens of the control; the articles "
-        f"say {ARTICLES['throughput_ratio']:.2f}. "
-    )
-    told = [f"{step.what}: {_times(step.ratio)}" for step in report.steps if differs(step.ratio)]
+    said = f"the tokens of the control; the articles say {ARTICLES['throughput_ratio']:.2f}."
+    text = [f"Saturated, the subject makes {interval(one.throughput_ratio)} times {said}"]
+    told = [f"{change.what}: {_times(change.ratio)}" for change in report.changes if differs(change.ratio)]
     if told:
-        text += f"Step by step ({'; '.join(told)}). "
-    if len(told) < len(report.steps):
-        text += f"{len(report.steps) - len(told)} of {len(report.steps)} steps cannot be told from none. "
-    waste = report.comparison.best_static_over_control
-    if report.comparison.best_static not in (None, CONTROL):
-        best_title = ARMS[report.comparison.best_static or CONTROL].title
-        parts = [
-            f"{_times(part)} {what}"
-            for part, what in (
-                (waste, f"is waste of the control that a careful static server avoids ({best_title})"),
-                (best, "is what continuous batching over paged memory adds to a server that avoids it"),
-            )
-            if part is not None and differs(part)
-        ]
+        text.append(f"Step by step ({'; '.join(told)}).")
+    if len(told) < len(report.changes):
+        untold = len(report.changes) - len(told)
+        text.append(f"{untold} of {len(report.changes)} steps cannot be told from none.")
+    if one.best_static not in (None, CONTROL):
+        title = ARMS[one.best_static or CONTROL].title
+        waste = f"is waste of the control that a careful static server avoids ({title})"
+        gain = "is what continuous batching over paged memory adds to a server that avoids it"
+        both = ((one.best_static_over_control, waste), (one.throughput_of_best_static, gain))
+        parts = [f"{_times(ratio)} {what}" for ratio, what in both if ratio is not None and differs(ratio)]
         if parts:
-            text += f"Of the whole, {', and '.join(parts)}."
-    return "Throughput", text.rstrip()
+            text.append(f"Of the whole, {', and '.join(parts)}.")
+    return "Throughput", " ".join(text)
 
 
 def _times(ratio: Interval) -> str:
-    return f"x{words.plain(ratio)}"
+    return f"x{interval(ratio)}"
 
 
-def _lengths(report: Report) -> tuple[str, str] | None:
-    one = _top(report, SUBJECT) or _top(report, CONTROL)
+def _lengths(report: LadderReport) -> tuple[str, str] | None:
+    control, subject = report.compared(report.comparison.saturated_rung)
+    one = subject or control
     results = [r for r in report.measured.results if one is not None and r.cell.arm == one.arm]
     requests = [request for result in results for request in result.run.measured]
     if not requests:
@@ -132,7 +130,7 @@ def _lengths(report: Report) -> tuple[str, str] | None:
     )
 
 
-def _batching(report: Report) -> tuple[str, str] | None:
+def _batching(report: LadderReport) -> tuple[str, str] | None:
     found = report.measured.found
     sizes = {
         probe.batch_size: probe.tokens_per_s
@@ -161,19 +159,17 @@ def _batching(report: Report) -> tuple[str, str] | None:
     return "What a larger batch is worth", text
 
 
-def _latency(report: Report) -> tuple[str, str] | None:
-    rung = report.comparison.control_rung or ""
-    pair = report.figures.get((CONTROL, rung)), report.figures.get((SUBJECT, rung))
-    if pair[0] is None or pair[1] is None:
+def _latency(report: LadderReport) -> tuple[str, str] | None:
+    control, subject = report.compared(report.comparison.control_rung)
+    if control is None or subject is None:
         return None
-    told = []
-    for arm, one in ((CONTROL, pair[0]), (SUBJECT, pair[1])):
-        told.append(
-            f"{ARMS[arm].title}: end to end {words.three(one.e2e)}, of which in the queue "
-            f"{words.three(one.queue)} (P50 / P90 / P99; {one.e2e.count} requests)"
-        )
-    text = f"At {pair[0].rate_per_s:.2f} requests per second, {'; '.join(told)}. "
-    if pair[0].e2e.count < needed(0.99) or pair[1].e2e.count < needed(0.99):
+    told = [
+        f"{ARMS[one.arm].title}: end to end {three(one.e2e)}, of which in the queue {three(one.queue)} "
+        f"(P50 / P90 / P99; {one.e2e.count} requests)"
+        for one in (control, subject)
+    ]
+    text = f"At {control.rate_per_s:.2f} requests per second, {'; '.join(told)}. "
+    if min(control.e2e.count, subject.e2e.count) < needed(0.99):
         text += f"There were fewer than {needed(0.99)} requests, so no P99 is told. "
     text += (
         "In the control a request waits for the batch under way to end and for its own to fill, then for "
@@ -184,32 +180,19 @@ def _latency(report: Report) -> tuple[str, str] | None:
     return "Latency", text
 
 
-def _memory(report: Report) -> tuple[str, str] | None:
-    paged, static = _top(report, SUBJECT), _top(report, CONTROL)
+def _memory(report: LadderReport) -> tuple[str, str] | None:
+    static, paged = report.compared(report.comparison.saturated_rung)
     if paged is None or static is None:
         return None
     config = report.measured.config
     return "KV memory", (
-        f"Saturated, {words.share(paged.kv_written_waited)} of all slots of the paged pool are written: "
-        f"{words.share(paged.kv_active)} are taken, of which {words.share(paged.internal)} are the "
+        f"Saturated, {share(paged.kv_written_waited)} of all slots of the paged pool are written: "
+        f"{share(paged.kv_active)} are taken, of which {share(paged.internal)} are the "
         f"unwritten ends of last blocks ({config.block_size} tokens each). Of the control's, "
-        f"{words.share(static.kv_written_waited)} are written: {words.share(static.kv_active)} are "
-        f"reserved, of which {words.share(static.internal)} wait for tokens that have not been generated "
+        f"{share(static.kv_written_waited)} are written: {share(static.kv_active)} are "
+        f"reserved, of which {share(static.internal)} wait for tokens that have not been generated "
         f"yet, and the rows of {static.running:.0f} requests on average, finished ones included, are all "
         "that a batch holds. The articles put their 46% down to every request being padded to the "
         "greatest length. Here each reservation is exact, since a request's length is known from the "
         "trace: the control is better off than it would be in service."
     )
-
-
-def arm_lines(report: Report) -> Iterator[tuple[str, str, str]]:
-    """Yield (title, capacity in requests per second, settings) of each arm."""
-    found = report.measured.found
-    for name in report.measured.config.arms:
-        arm = ARMS[name]
-        capacity = f"{found.capacities[name]:.2f}" if found and name in found.capacities else words.MISSING
-        settings = ""
-        if arm.static and found and name in found.static:
-            static = found.static[name]
-            settings = f"batches of {static.batch_size}, timeout {static.timeout_s:g} s"
-        yield arm.title, capacity, settings

@@ -9,53 +9,38 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from octavo.cli import output
 from octavo.stack import Stack, StackConfig, StackError
 
-from octavo_lab.command import BenchError, claim_folder
+from octavo_lab.command import BenchError, Flag, add_flags, claim_folder
 
 if TYPE_CHECKING:
     from octavo_lab.overload.timeline import Timeline
 
 
+FLAGS: Final[tuple[Flag, ...]] = (
+    ("--endpoint", str, None, "HOST:PORT", "a scheduler to drive; by default a stack is started"),
+    ("--model", str, "demo", "MODEL", "of the stack that is started; `sim` needs no model"),
+    ("--max-num-seqs", int, 16, "N", "of the stack that is started"),
+    ("--capacity", float, None, "X", "requests per second; by default it is measured"),
+    ("--load", float, 2.0, "X", "overload, over the capacity"),
+    ("--base", float, 0.5, "X", "load before and after"),
+    ("--phases", str, "40,60,40", "S,S,S", "seconds before, of and after the overload"),
+    ("--calibrate", float, 20.0, "S", "seconds at capacity"),
+    ("--out", Path, None, "DIR", "write timeline.json and timeline.png there"),
+)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument(
-        "--endpoint", metavar="HOST:PORT", help="a scheduler to drive; by default a stack is started"
-    )
-    parser.add_argument(
-        "--model", default="demo", help="of the stack that is started; `sim` needs no model (default: demo)"
-    )
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=16, metavar="N", help="of the stack that is started (default 16)"
-    )
-    parser.add_argument(
-        "--worker-arg",
-        action="append",
-        default=[],
-        metavar="ARG",
-        help="argument of the worker that is started; repeatable",
-    )
-    parser.add_argument(
-        "--capacity", type=float, metavar="X", help="requests per second; by default it is measured"
-    )
-    parser.add_argument(
-        "--load", type=float, default=2.0, metavar="X", help="overload, over the capacity (default 2)"
-    )
-    parser.add_argument(
-        "--base", type=float, default=0.5, metavar="X", help="load before and after (default 0.5)"
-    )
-    parser.add_argument(
-        "--phases", default="40,60,40", metavar="S,S,S", help="seconds before, of and after the overload"
-    )
-    parser.add_argument(
-        "--priority", choices=("interactive", "standard", "batch"), default="interactive", help="class"
-    )
-    parser.add_argument("--calibrate", type=float, default=20.0, metavar="S", help="seconds at capacity")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write timeline.json and timeline.png there")
-    parser.add_argument("--json", action="store_true", help="print as JSON")
+    add_flags(parser, FLAGS)
+    add = parser.add_argument
+    add("--priority", choices=("interactive", "standard", "batch"), default="interactive", help="class")
+    repeated = "argument of the worker that is started; repeatable"
+    add("--worker-arg", action="append", default=[], metavar="ARG", help=repeated)
+    add("--json", action="store_true", help="print as JSON")
 
 
 def run(arguments: argparse.Namespace) -> str:
@@ -64,6 +49,8 @@ def run(arguments: argparse.Namespace) -> str:
     Raises:
         BenchError: it cannot be done as asked, or the folder cannot be written.
     """
+    from octavo_lab.overload.report import as_text, plot  # noqa: PLC0415 # slow to import
+
     phases = _phases(arguments.phases)
     if min(arguments.load, arguments.base, arguments.calibrate, arguments.max_num_seqs) <= 0:
         raise BenchError("loads, seconds and sequences must be positive")
@@ -73,11 +60,11 @@ def run(arguments: argparse.Namespace) -> str:
         endpoint = arguments.endpoint or _start(stack, arguments)
         timeline = asyncio.run(_drive(endpoint, arguments, phases))
     record = json.dumps(timeline.as_record(), indent=2, allow_nan=False)
-    told = record if arguments.json else timeline.as_text()
+    told = record if arguments.json else as_text(timeline)
     if arguments.out is not None:
         try:
             (arguments.out / "timeline.json").write_text(record)
-            timeline.plot(arguments.out / "timeline.png")
+            plot(timeline, arguments.out / "timeline.png")
         except OSError as error:
             raise BenchError(str(error), partial=told) from error
         output.note(f"wrote {arguments.out}/timeline.json and timeline.png")
@@ -124,13 +111,12 @@ def seats_of(details: Mapping[str, Any]) -> int:
 async def _drive(
     endpoint: str, arguments: argparse.Namespace, phases: tuple[float, float, float]
 ) -> Timeline:
-    # Not earlier: they need the extra `bench`, and the help does not.
-    from octavo_lab.load.arrivals import Phase, Phases  # noqa: PLC0415
+    from octavo_lab.load.arrivals import Phase, Phases  # noqa: PLC0415 # slow to import
     from octavo_lab.load.targets.octavo import OctavoTarget  # noqa: PLC0415
     from octavo_lab.overload import drive  # noqa: PLC0415
     from octavo_lab.overload.timeline import Timeline  # noqa: PLC0415
 
-    before, during, after = phases
+    before, during, _ = phases
     async with OctavoTarget(endpoint) as target:
         seats = seats_of(target.record.details)
         vocabulary = await drive.vocabulary_of(target)
@@ -142,13 +128,8 @@ async def _drive(
             measured = replace(measured, capacity_per_s=arguments.capacity)
         capacity = measured.capacity_per_s
         output.note(f"{capacity:.2f} requests per second; driving {arguments.load:g} times as many")
-        plan = Phases(
-            (
-                Phase(before, arguments.base * capacity),
-                Phase(during, arguments.load * capacity),
-                Phase(after, arguments.base * capacity),
-            )
-        )
+        loads = zip(phases, (arguments.base, arguments.load, arguments.base), strict=True)
+        plan = Phases(tuple(Phase(seconds, load * capacity) for seconds, load in loads))
         terms = {"priority": arguments.priority, "ttft_deadline": drive.TTFT_SLO_S}
         async with drive.watch(target.client) as looks:
             record = await drive.through(target, replace(plain, options=terms), plan)
