@@ -4,6 +4,7 @@ through here; its plots go through `octavo_lab.plots`."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -14,23 +15,6 @@ if TYPE_CHECKING:
 MISSING: Final = "\N{EN DASH}"
 """In place of a figure that there is not, or too few observations for."""
 _FIGURE_BEGINS: Final = frozenset(f"0123456789->{MISSING}")
-_STYLE: Final = """
-:root { --ink: #1f2328; --soft: #57606a; --line: #d8dee4; }
-* { box-sizing: border-box; }
-body { max-width: 1080px; margin: 0 auto; padding: 40px 24px 80px; background: #f6f8fa; color: var(--ink);
-  font: 15px/1.55 system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 30px; line-height: 1.2; }
-h2 { font-size: 20px; margin: 40px 0 12px; }
-p { margin: 0 0 12px; max-width: 90ch; }
-svg { width: 100%; height: auto; display: block; margin: 8px 0 0; padding: 14px; background: #fff;
-  border: 1px solid var(--line); border-radius: 10px; }
-svg text { font-family: inherit !important; }
-table { display: block; overflow-x: auto; margin: 0 0 14px; border: 1px solid var(--line); background: #fff;
-  border-radius: 10px; border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 6px 12px; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--soft); white-space: nowrap; } td:first-child { min-width: 190px; }
-tr:last-child td { border-bottom: 0; }
-"""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -72,11 +56,12 @@ def page(markdown: str, pictures: Mapping[str, str]) -> str:
 
     renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
     renderer.add_render_rule("image", picture)
+    style = (resources.files("octavo_lab") / "page.css").read_text("utf-8")
     title = next(line for line in markdown.splitlines() if line.startswith("# ")).removeprefix("# ")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{renderer.render(markdown)}"
+        f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n{renderer.render(markdown)}"
         "</body>\n</html>\n"
     )
 

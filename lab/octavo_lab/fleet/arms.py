@@ -6,11 +6,12 @@ all that differs is when, and by whom, a request is bound to a worker.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from octavo_lab.fleet.workload import FleetConfig, Job
 from octavo_lab.sim import (
@@ -18,7 +19,6 @@ from octavo_lab.sim import (
     EventLoop,
     FaultInjector,
     FaultRates,
-    Observer,
     Recorder,
     Result,
     WorkerHost,
@@ -38,18 +38,6 @@ class Trouble:
 
 
 NO_TROUBLE: Final = Trouble()
-
-
-class Binding(Protocol):
-    """A way to run a fleet."""
-
-    hosts: Sequence[WorkerHost]
-
-    def submit(self, spec: NewRequest) -> None:
-        """A request has come."""
-
-    def drain(self, index: int) -> None:
-        """A worker is to take nothing new; what it has accepted it finishes."""
 
 
 class _Requests:
@@ -103,98 +91,50 @@ Router = Callable[[Sequence[RoutedEngine]], RoutedEngine]
 """Chooses among the engines that take requests."""
 
 
-def round_robin(rng: random.Random) -> Router:
-    """Each in its turn."""
-    count = 0
-
-    def choose(engines: Sequence[RoutedEngine]) -> RoutedEngine:
-        nonlocal count
-        count += 1
-        return engines[count % len(engines)]
-
-    return choose
-
-
-def at_random(rng: random.Random) -> Router:
-    """Any."""
-    return rng.choice
-
-
-def least_requests(rng: random.Random) -> Router:
-    """The one with the fewest requests; among equals, any."""
-    return lambda engines: min(engines, key=lambda engine: (engine.num_requests, rng.random()))
-
-
-def least_tokens(rng: random.Random) -> Router:
-    """The one with the fewest tokens to compute.
-
-    It sees every engine at every moment, and knows how long each answer will become.
-    """
-    return lambda engines: min(engines, key=lambda engine: (engine.num_tokens, rng.random()))
+def _round_robin(rng: random.Random) -> Router:
+    turns = itertools.count(1)
+    return lambda engines: engines[next(turns) % len(engines)]
 
 
 ROUTERS: Final[dict[str, Callable[[random.Random], Router]]] = {
-    "round robin": round_robin,
-    "random": at_random,
-    "least requests": least_requests,
-    "least tokens": least_tokens,
+    "round robin": _round_robin,
+    "random": lambda rng: rng.choice,
+    # Among equals, any.
+    "least requests": lambda rng: (
+        lambda engines: min(engines, key=lambda one: (one.num_requests, rng.random()))
+    ),
+    # It sees every engine at every moment, and knows how long each answer will become.
+    "least tokens": lambda rng: lambda engines: min(engines, key=lambda one: (one.num_tokens, rng.random())),
 }
 LATE: Final = "one queue"
 """The name of the arm that binds late."""
 ARMS: Final = (LATE, *ROUTERS)
 
 
-class LateBinding:
-    """One core over all workers."""
+class Fleet:
+    """Workers behind one core, which binds late, or behind a router and a core for each, which bind early."""
 
-    def __init__(
-        self, fleet: FleetConfig, config: CoreConfig, loop: EventLoop, observers: Sequence[Observer]
-    ) -> None:
-        workers = [fleet.worker(index) for index in range(fleet.num_workers)]
-        self._cell = Cell(SchedulerCore(config), workers, loop, observers)
-        self.hosts: Sequence[WorkerHost] = list(self._cell.hosts.values())
-
-    def submit(self, spec: NewRequest) -> None:
-        """Put it into the queue."""
-        self._cell.submit(spec)
-
-    def drain(self, index: int) -> None:
-        """Tell the core, as a worker that drains does."""
-        cell = self._cell
-        cell.perform(cell.core.worker_draining(self.hosts[index].worker_id, cell.loop.now))
-
-
-class EarlyBinding:
-    """A router, and a core for each worker.
-
-    An engine that drains gets nothing new from the router, and works off all that it has accepted.
-    """
-
-    def __init__(
-        self,
-        fleet: FleetConfig,
-        config: CoreConfig,
-        loop: EventLoop,
-        observers: Sequence[Observer],
-        router: Router,
-    ) -> None:
-        self._engines = [
-            RoutedEngine(Cell(SchedulerCore(config), [fleet.worker(index)], loop, observers))
-            for index in range(fleet.num_workers)
-        ]
+    def __init__(self, cells: Sequence[Cell], router: Router | None) -> None:
+        self.hosts: list[WorkerHost] = [host for cell in cells for host in cell.hosts.values()]
+        self._engines = [RoutedEngine(cell) for cell in cells]
         self._open = list(self._engines)
         self._router = router
-        self.hosts: Sequence[WorkerHost] = [
-            host for engine in self._engines for host in engine.cell.hosts.values()
-        ]
 
     def submit(self, spec: NewRequest) -> None:
-        """Bind it to an engine, for good."""
-        self._router(self._open).cell.submit(spec)
+        """Put it into the queue, or bind it to an engine, for good."""
+        engine = self._open[0] if self._router is None else self._router(self._open)
+        engine.cell.submit(spec)
 
     def drain(self, index: int) -> None:
-        """Tell the router."""
-        self._open.remove(self._engines[index])
+        """Let a worker take nothing new; what it has accepted it finishes.
+
+        The core is told, as by a worker that drains; a router just offers it nothing any more.
+        """
+        if self._router is None:
+            cell = self._engines[0].cell
+            cell.perform(cell.core.worker_draining(self.hosts[index].worker_id, cell.loop.now))
+        else:
+            self._open.remove(self._engines[index])
 
 
 def simulate(
@@ -208,12 +148,11 @@ def simulate(
 ) -> list[Result]:
     """Run jobs on a fleet until all have ended; return what their clients saw."""
     loop, recorder, requests = EventLoop(), Recorder(), _Requests()
-    running: Binding
-    if arm == LATE:
-        running = LateBinding(fleet, config, loop, [recorder, requests])
-    else:
-        router = ROUTERS[arm](random.Random(seed))
-        running = EarlyBinding(fleet, config, loop, [recorder, requests], router)
+    router = None if arm == LATE else ROUTERS[arm](random.Random(seed))
+    workers = [fleet.worker(index) for index in range(fleet.num_workers)]
+    parts = [workers] if router is None else [[worker] for worker in workers]
+    cells = [Cell(SchedulerCore(config), part, loop, [recorder, requests]) for part in parts]
+    running = Fleet(cells, router)
     if fleet.faults != FaultRates():
         for index, host in enumerate(running.hosts):
             # One each: what goes wrong in a worker's n-th step does not depend on the others, nor on the arm.

@@ -92,14 +92,7 @@ def fleet_for(condition: str, fleet: FleetConfig = STANDARD_FLEET) -> FleetConfi
     Where prefixes matter all lengths of the trace are an eighth of what they were, to suit a small model;
     the longest still need a longer context than the demo model has.
     """
-    if condition == PREFIX:
-        return replace(fleet, prefix_caching=True, max_model_len=16384)
-    return fleet
-
-
-def core_config(fleet: FleetConfig) -> CoreConfig:
-    """Return the settings of every core, late or early: as they come, but nobody is refused."""
-    return CoreConfig(max_waiting_requests=10**9, prefix_caching=fleet.prefix_caching)
+    return replace(fleet, prefix_caching=True, max_model_len=16384) if condition == PREFIX else fleet
 
 
 def jobs_of(run: Run) -> tuple[list[Job], float]:
@@ -121,13 +114,6 @@ def jobs_of(run: Run) -> tuple[list[Job], float]:
     return workload.jobs(workload.at_load(part, fleet, traffic.load), fleet), 0.0
 
 
-def trouble_of(condition: str, half_time_s: float) -> Trouble:
-    """Return what goes wrong: one worker is slow all the time, another leaves for good at half time."""
-    if condition == DEGRADED:
-        return Trouble(slow_workers=(0,), slow_factor=3.0, draining_worker=1, drains_at_s=half_time_s)
-    return NO_TROUBLE
-
-
 def execute(run: Run) -> FleetOutcome:
     """Simulate one run.
 
@@ -137,8 +123,13 @@ def execute(run: Run) -> FleetOutcome:
     jobs, bound = jobs_of(run)
     first, last = jobs[0][0], jobs[-1][0]
     span_s = last - first
-    trouble = trouble_of(run.condition, (first + last) / 2)
-    results = simulate(run.arm, jobs, run.fleet, core_config(run.fleet), seed=run.seed, trouble=trouble)
+    trouble = NO_TROUBLE
+    if run.condition == DEGRADED:
+        half_time_s = (first + last) / 2
+        trouble = Trouble(slow_workers=(0,), slow_factor=3.0, draining_worker=1, drains_at_s=half_time_s)
+    # As they come, but nobody is refused.
+    config = CoreConfig(max_waiting_requests=10**9, prefix_caching=run.fleet.prefix_caching)
+    results = simulate(run.arm, jobs, run.fleet, config, seed=run.seed, trouble=trouble)
     return _outcome(run, results, span_s, bound)
 
 

@@ -10,24 +10,17 @@ from typing import Any, Final
 from octavo_lab import report as made
 from octavo_lab.ladder.arms import ARMS
 from octavo_lab.ladder.config import OVERLOAD, RUNGS, LadderConfig
-from octavo_lab.ladder.explain import headlines, interval, paragraphs, quantile, short, three
+from octavo_lab.ladder.explain import headlines, interval, legend, paragraphs, quantile, short, three
 from octavo_lab.ladder.figures import Figures, Latency
 from octavo_lab.ladder.plots import Plot, plots
 from octavo_lab.ladder.report import LadderReport, to_json
-from octavo_lab.load.statistics import Interval, needed
+from octavo_lab.load.statistics import Interval
 from octavo_lab.report import MISSING, mib, seconds, share
 from octavo_lab.serve.plan import parse_slo
 from octavo_lab.stored import write_whole
 
 Columns = dict[str, Callable[[Figures], str]]
 """What is told of an arm at a rung, by the head of its column."""
-LEGEND: Final = (
-    f"{MISSING}: too few requests (a P99 wants {needed(0.99)}, a P90 {needed(0.9)}, a P50 {needed(0.5)}). "
-    "> x: the percentile lies among requests that were not answered, and is longer than any that was (x). "
-    "In brackets: 95% confidence intervals, of percentiles from order statistics of all repeats together, of "
-    "rates and of their ratios by Student's t over repeats (ratios: on logarithms, in pairs); a single "
-    "repeat gives none."
-)
 
 
 def write(report: LadderReport, folder: Path) -> list[Path]:
@@ -61,7 +54,7 @@ def as_markdown(report: LadderReport, pictures: Sequence[Plot]) -> str:
         "## Arms",
         made.table(("arm", "capacity, requests/s", "settings"), [*_arms(report)]),
         *_rungs(report),
-        LEGEND,
+        legend(),
         "## How it was measured",
         made.table(("", ""), _facts(report)),
         *_notes(report),

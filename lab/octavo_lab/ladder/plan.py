@@ -1,16 +1,4 @@
-"""How the time of a ladder is spent, decided before the first cell runs.
-
-Each cell gets a warm-up, a window that counts, and time to drain. What is left of the budget after tuning
-and search is shared out so:
-
-1. The two arms that are compared (`SUBJECT` and `CONTROL`) get, at the control's capacity, windows in
-   which enough requests come for a P99, if that takes at most `COMPARED_SHARE` of the time.
-2. All other cells share what is left: the two arms twice as much as the others, and light loads, which bring
-   fewer requests, more than heavy ones (by the root of the rate). At the highest rung no window is shorter
-   than `SATURATED_BATCHES` of the longest batches of a static arm, as far as the others can spare the time:
-   a part of a batch is no rate.
-3. When the windows of the others would be shorter than `MIN_WINDOW_S`, there are fewer repeats, down to two.
-4. When that is not enough, the windows are `MIN_WINDOW_S` long and the budget is exceeded; the plan says so.
+"""How the time of a ladder is spent, decided before the first cell: docs/ladder.md, "What a budget does".
 
 Nothing is ever made up for: a percentile that wants more requests than came is printed as missing.
 """

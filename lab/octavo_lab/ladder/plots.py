@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT
+from octavo_lab.ladder.explain import WORDS, said
 from octavo_lab.ladder.figures import CDF_POINTS, Figures, Quantile
 from octavo_lab.ladder.report import LadderReport
 from octavo_lab.plots import GREEN, GREY, INK, RED, legend, panels, percent, styled, svg
@@ -35,44 +36,19 @@ def plots(report: LadderReport) -> Iterator[Plot]:
     """Yield each plot that there is data for."""
     if not report.figures:
         return
+    measured = {rung for _, rung in report.figures}
+    rung = next(one for one in (report.comparison.control_rung, *report.rungs) if one in measured)
+    figures = {"latency": _latency, "throughput": _throughput} if len(report.rungs) > 1 else {}
+    for name, draw in (figures | {"memory": _memory}).items():
+        yield _plot(name, 0.0, lambda draw=draw: draw(report))
+    for name, draw_rows in (("distributions", _distributions), ("queue", _queues)):
+        yield _plot(name, report.rungs[rung], lambda draw=draw_rows: draw(report.at(rung)))
+
+
+def _plot(name: str, rate: float, draw: Callable[[], Figure]) -> Plot:
+    words = WORDS["plots"][name]
     with styled():
-        if len(report.rungs) > 1:
-            yield Plot(
-                "latency.svg",
-                "Latency against load",
-                "End to end, of all requests; the bars are 95% intervals. An arrow: the percentile lies "
-                "among requests that were not answered while the cell lasted.",
-                svg(_latency(report)),
-            )
-            yield Plot(
-                "throughput.svg",
-                "Throughput against load",
-                "Output tokens per second within the window. The grey line is what is offered.",
-                svg(_throughput(report)),
-            )
-        yield Plot(
-            "memory.svg",
-            "KV memory over time",
-            "The highest rung, first repeat, from its beginning with a backlog. Written: slots that hold "
-            "keys and values. Taken: slots of blocks that a sequence has. The line is external "
-            "fragmentation, which matters only where a run is needed.",
-            svg(_memory(report)),
-        )
-        control, measured = report.comparison.control_rung, {rung for _, rung in report.figures}
-        rung = next(rung for rung in (control, *report.rungs) if rung in measured)
-        rate = report.rungs[rung]
-        yield Plot(
-            "distributions.svg",
-            "Distributions at the control's capacity",
-            f"All requests at {rate:.2f} per second; where a curve ends below 100%, some had no answer.",
-            svg(_distributions(report.at(rung))),
-        )
-        yield Plot(
-            "queue.svg",
-            "Time in the queue by prompt length",
-            f"At {rate:.2f} requests per second: P50 as a bar, P90 as a mark, where enough came.",
-            svg(_queues(report.at(rung))),
-        )
+        return Plot(f"{name}.svg", words["title"], said(words["caption"], rate=rate), svg(draw()))
 
 
 def _dashed(arm: str) -> bool:

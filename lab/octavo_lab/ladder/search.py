@@ -1,16 +1,7 @@
-"""Tunes the static arms and finds what each arm can serve, before the rungs are set.
+"""Tunes the static arms and finds what each arm can serve: docs/ladder.md, "Tuning and capacities".
 
 The capacity of an arm is its throughput when there is always somebody waiting, less `MARGIN`: an open loop
 at the full rate of a server has a queue without bound, however good the server is.
-
-1. Each static arm gets the batch size with which it serves most when saturated (the smallest of those within
-   `TIE` of the best): the same requests with each size, enough for `BATCHES` whole batches of the largest.
-   Its timeout does not matter then.
-2. The control's batch sizes within `TIE` of its best (the best two, if more) are then run with each timeout
-   in an open loop at `TUNING_LOAD` of its capacity; the pair with the lowest mean latency wins. All static
-   arms take its timeout.
-3. A continuous arm gets `BURST` requests at once, of which it runs as many as it can hold. What counts is the
-   rate of answers from when a quarter of them has come until fewer are left than it would run.
 """
 
 from __future__ import annotations
@@ -29,7 +20,9 @@ from octavo_lab.load.records import Outcome, RequestRecord, RunRecord
 
 MARGIN: Final = 0.1
 TIE: Final = 0.03
+"""Batch sizes that are within this share of the best are as good as it; the smallest is taken."""
 TUNING_LOAD: Final = 0.7
+"""Share of the control's capacity at which its timeouts are compared."""
 BATCHES: Final = 3
 """Whole batches that a static arm serves in a probe, at least."""
 MIN_PROBE_REQUESTS: Final = 24
