@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 
 INK: Final = "#1f2328"
@@ -62,6 +63,12 @@ def percent(value: float, place: float = 0.0) -> str:
     """Return a share as an axis tells it; for `set_major_formatter`."""
     del place
     return f"{value:.0%}" if value >= 0.01 or value == 0 else f"{value:.1%}"
+
+
+def log_axis(axis: Axis) -> None:
+    """Write plain numbers at an axis that is logarithmic: within a decade at 2 and 5, where there is room."""
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -26,7 +26,7 @@ from octavo_lab.fleet.experiments import (
     plus_minus,
     ratio,
 )
-from octavo_lab.plots import BLUE, GREEN, GREY, RED, panels, percent, save, styled
+from octavo_lab.plots import BLUE, GREEN, GREY, RED, log_axis, panels, percent, save, styled
 from octavo_lab.report import table
 
 _COLOURS: Final = {
@@ -144,9 +144,7 @@ def _survival(panel: Axes, outcomes: Sequence[FleetOutcome], condition: str) -> 
     panel.set_ylim(2e-3, 1.0)
     panel.axhline(0.01, color="black", linewidth=0.8, linestyle=":")
     panel.annotate("P99", (0.11, 0.0107), fontsize=8)
-    panel.xaxis.set_major_formatter("{x:g}")
-    # Within a decade matplotlib names the minor ticks too, one over the other.
-    panel.xaxis.set_minor_formatter(lambda at, _: f"{at:g}" if round(at * 10) in {2, 5, 20, 50} else "")
+    log_axis(panel.xaxis)
     panel.yaxis.set_major_formatter(percent)
     panel.set_xlabel("seconds to the first token")
     panel.set_title(CONDITIONS[condition], fontsize=10)

@@ -14,7 +14,7 @@ from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT
 from octavo_lab.ladder.explain import WORDS, said
 from octavo_lab.ladder.figures import CDF_POINTS, Figures, Quantile
 from octavo_lab.ladder.report import LadderReport
-from octavo_lab.plots import GREEN, GREY, INK, RED, legend, panels, percent, styled, svg
+from octavo_lab.plots import GREEN, GREY, INK, RED, legend, log_axis, panels, percent, styled, svg
 from octavo_lab.report import share
 
 _ORANGE: Final = "#e07b39"
@@ -80,8 +80,7 @@ def _latency(report: LadderReport) -> Figure:
     for panel, name in ((p50, "p50"), (p90, "p90"), (p99, "p99")):
         shown = [_quantile_line(panel, _series(report, arm), arm, name) for arm in report.arms]
         panel.set_yscale("log")
-        panel.yaxis.set_major_formatter("{x:g}")
-        panel.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+        log_axis(panel.yaxis)
         panel.set_title(f"P{name[1:]}", loc="left", fontweight="bold")
         panel.set_xlabel("requests per second offered")
         panel.set_xlim(0, 1.04 * max(report.rungs.values()))
@@ -164,7 +163,7 @@ def _distributions(rows: Sequence[Figures]) -> Figure:
             times = getattr(row, kind).cdf_s
             panel.plot(times, np.arange(len(times)) / CDF_POINTS, **_line(row.arm))
         panel.set_xscale("log")
-        panel.xaxis.set_major_formatter("{x:g}")
+        log_axis(panel.xaxis)
         panel.yaxis.set_major_formatter(percent)
         panel.set_xlabel(f"seconds {title}")
         panel.set_ylim(0, 1.01)
@@ -194,6 +193,7 @@ def _queues(rows: Sequence[Figures]) -> Figure:
         panel.plot(at, tail, marker="_", markersize=7, color=INK, linestyle="")
     panel.set_xticks(range(len(names)), [f"{name} tokens" for name in names])
     panel.set_ylabel("seconds in the queue")
+    panel.set_xlim(-0.5, len(names) - 0.5)
     panel.grid(axis="x", visible=False)
     legend(figure, panel)
     return figure
