@@ -111,7 +111,7 @@ LATE: Final = "one queue"
 ARMS: Final = (LATE, *ROUTERS)
 
 
-class Fleet:
+class SimulatedFleet:
     """Workers behind one core, which binds late, or behind a router and a core for each, which bind early."""
 
     def __init__(self, cells: Sequence[Cell], router: Router | None) -> None:
@@ -152,7 +152,7 @@ def simulate(
     workers = [fleet.worker(index) for index in range(fleet.num_workers)]
     parts = [workers] if router is None else [[worker] for worker in workers]
     cells = [Cell(SchedulerCore(config), part, loop, [recorder, requests]) for part in parts]
-    running = Fleet(cells, router)
+    running = SimulatedFleet(cells, router)
     if fleet.faults != FaultRates():
         for index, host in enumerate(running.hosts):
             # One each: what goes wrong in a worker's n-th step does not depend on the others, nor on the arm.

@@ -25,7 +25,7 @@ AllFigures = Mapping[tuple[str, str], Figures]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class LadderComparison:
     """Ratios of the subject to the control. None: not measured, or too few requests."""
 
     subject: str
@@ -46,7 +46,7 @@ class Comparison:
     best_static: str | None
 
 
-def compare(figures: AllFigures, rungs: Mapping[str, float], control_rung: str | None) -> Comparison:
+def compare(figures: AllFigures, rungs: Mapping[str, float], control_rung: str | None) -> LadderComparison:
     """Return the subject against the control."""
     top = max(rungs, key=rungs.__getitem__, default=None)
     of_control, of_subject = (figures.get((arm, control_rung or "")) for arm in (CONTROL, SUBJECT))
@@ -56,7 +56,7 @@ def compare(figures: AllFigures, rungs: Mapping[str, float], control_rung: str |
         key=lambda one: one.tokens_per_s.value,
         default=None,
     )
-    return Comparison(
+    return LadderComparison(
         subject=SUBJECT,
         control=CONTROL,
         control_rung=control_rung,

@@ -37,7 +37,7 @@ class Show(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Head:
+class LadderRecord:
     """What an experiment is, and how it went: `config.json`."""
 
     format: int = FORMAT
@@ -54,7 +54,7 @@ class Head:
 class Measurements:
     """All that an experiment has measured, whole or in part."""
 
-    head: Head
+    head: LadderRecord
     found: SearchResult | None
     loads: Loads | None
     plan: CellPlan | None
@@ -86,9 +86,9 @@ class Experiment:
         self._driver = LoadDriver(config, workload, gpu_reader())
         self._found: SearchResult | None = None
         self._plan: CellPlan | None = None
-        self._head = Head(started_at=datetime.now(UTC).isoformat(timespec="seconds"), config=config)
+        self._head = LadderRecord(started_at=datetime.now(UTC).isoformat(timespec="seconds"), config=config)
         if (folder / "config.json").exists():
-            self._head = read_record(folder / "config.json", Head)
+            self._head = read_record(folder / "config.json", LadderRecord)
             self._workload.recall(self._head.dataset)
         if (folder / "search.json").exists():
             self._found = read_record(folder / "search.json", SearchResult)
@@ -205,7 +205,7 @@ def config_of(folder: Path) -> LadderConfig:
     Raises:
         BenchError: there is none, or it is of another version.
     """
-    head = read_record(folder / "config.json", Head)
+    head = read_record(folder / "config.json", LadderRecord)
     if head.format != FORMAT:
         raise BenchError(f"{folder}: an experiment of format {head.format}, this version has {FORMAT}")
     return head.config

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Final
@@ -125,9 +125,9 @@ def figures_of(results: Sequence[CellResult], config: LadderConfig) -> Figures:
         reasons=_summed(one.reasons for one in summaries),
         e2e=latency(measured, lambda one: one.e2e_s, with_cdf=True),
         ttft=latency(measured, lambda one: one.ttft_s, with_cdf=True),
-        tpot=_of_answered(measured, lambda one: one.tpot_s),
+        tpot=latency(measured, lambda one: one.tpot_s, of_all=False),
         itl=_gaps(measured),
-        queue=_of_answered(measured, lambda one: one.queue_s),
+        queue=latency(measured, lambda one: one.queue_s, of_all=False),
         queue_by_bucket=_by_bucket(measured, config.bucket_bounds),
         tokens_per_s=rate,
         requests_per_s=mean_interval([one.requests_per_s for one in summaries]),
@@ -154,26 +154,20 @@ def figures_of(results: Sequence[CellResult], config: LadderConfig) -> Figures:
 
 
 def latency(
-    requests: Sequence[RequestRecord],
+    requests: Iterable[RequestRecord],
     value: Callable[[RequestRecord], float | None],
     *,
+    of_all: bool = True,
     with_cdf: bool = False,
 ) -> Latency:
     """Return a latency over all requests; those that were not answered count as slower than all others.
 
-    Otherwise an arm that refuses, or keeps waiting, whom it cannot serve would look faster for it.
+    Otherwise an arm that refuses, or keeps waiting, whom it cannot serve would look faster for it. What
+    says nothing of the whole, such as a gap, is told of those answered alone (`of_all` false).
     """
-    answered = sorted(_answered(requests, value))
-    return _latency(answered, len(requests) - len(answered), with_cdf=with_cdf)
-
-
-def _answered(
-    requests: Iterable[RequestRecord], value: Callable[[RequestRecord], float | None]
-) -> Iterator[float]:
-    for one in requests:
-        took = value(one) if one.outcome is Outcome.OK else None
-        if took is not None:
-            yield took
+    values = [value(one) if one.outcome is Outcome.OK else None for one in requests]
+    answered = sorted(one for one in values if one is not None)
+    return _latency(answered, len(values) - len(answered) if of_all else 0, with_cdf=with_cdf)
 
 
 def _latency(
@@ -206,12 +200,6 @@ def _quantile(answered: Sequence[float], unanswered: int, at: float, independent
     return Quantile(told, replace(found, high=None) if unanswered and found.high == beyond else found)
 
 
-def _of_answered(
-    requests: Iterable[RequestRecord], value: Callable[[RequestRecord], float | None]
-) -> Latency:
-    return _latency(sorted(_answered(requests, value)), 0)
-
-
 def _gaps(requests: Iterable[RequestRecord]) -> Latency:
     done = [one for one in requests if one.outcome is Outcome.OK and len(one.chunk_times_s) > 1]
     return _latency(sorted(gap for one in done for gap in one.gaps_s), 0, independent=len(done))
@@ -224,7 +212,7 @@ def _by_bucket(requests: Iterable[RequestRecord], bounds: Sequence[int]) -> dict
     for one in requests:
         tokens = one.offered.prompt_tokens if one.prompt_tokens is None else one.prompt_tokens
         parts[names[bisect.bisect_left(bounds, tokens)]].append(one)
-    return {name: _of_answered(part, lambda one: one.queue_s) for name, part in parts.items()}
+    return {name: latency(part, lambda one: one.queue_s, of_all=False) for name, part in parts.items()}
 
 
 def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

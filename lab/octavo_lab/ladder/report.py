@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT, StaticSettings
 from octavo_lab.ladder.cells import CellResult
-from octavo_lab.ladder.compare import ARTICLES, Change, Comparison, changes, compare
+from octavo_lab.ladder.compare import ARTICLES, Change, LadderComparison, changes, compare
 from octavo_lab.ladder.config import RUNGS
 from octavo_lab.ladder.experiment import Measurements
 from octavo_lab.ladder.figures import Figures, figures_of
@@ -26,7 +26,7 @@ class LadderReport:
     measured: Measurements
     figures: dict[tuple[str, str], Figures]
     """By arm and rung."""
-    comparison: Comparison
+    comparison: LadderComparison
     changes: list[Change]
     ended_at: str
 

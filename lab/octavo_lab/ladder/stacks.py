@@ -77,13 +77,11 @@ class ArmStacks:
         self.stop()
 
     def _start(self, arm: Arm, scheduler_args: tuple[str, ...]) -> Stack:
-        config = self._config
+        config, folder = self._config, self._logs / arm.name
+        worker_args = config.worker_args(arm)
         stack = Stack(
             StackConfig(
-                model=config.model,
-                scheduler_args=scheduler_args,
-                worker_args=config.worker_args(arm),
-                folder=self._logs / arm.name,
+                model=config.model, scheduler_args=scheduler_args, worker_args=worker_args, folder=folder
             )
         )
         try:
@@ -92,9 +90,8 @@ class ArmStacks:
         except BaseException:
             stack.stop()
             raise
-        self._stack_bytes = max(
-            self._stack_bytes, sum(tree_bytes(child.process.pid) for child in stack.children)
-        )
+        resident_bytes = sum(tree_bytes(child.process.pid) for child in stack.children)
+        self._stack_bytes = max(self._stack_bytes, resident_bytes)
         return stack
 
     def _make_room(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT, StaticSettings
 from octavo_lab.ladder.cells import CellStore
 from octavo_lab.ladder.config import FULL, RUNGS
-from octavo_lab.ladder.experiment import Head, Measurements
+from octavo_lab.ladder.experiment import LadderRecord, Measurements
 from octavo_lab.ladder.explain import paragraphs
 from octavo_lab.ladder.pages import write
 from octavo_lab.ladder.plan import CellPlan, loads_of, plan_cells
@@ -57,7 +57,7 @@ def measured(arms: tuple[str, ...] = tuple(ARMS), cells: int | None = None) -> M
                 written=0.3 if one.arm in STATIC else 0.95,
             )
         )
-    head = Head(
+    head = LadderRecord(
         config=config,
         environments=[{"hardware": {"cpu": "a & b", "cores": 2}, "software": {"os": "Linux"}}],
         started_at="2026-01-01T00:00:00+00:00",
