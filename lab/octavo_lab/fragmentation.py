@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from octavo_lab.command import claim_file
+from octavo_lab.plots import BLUE, legend, panels, save, styled
 from octavo_lab.report import table
 from worker_svc.kv.contiguous import ContiguousMemory
 from worker_svc.kv.errors import OutOfBlocks
@@ -174,8 +175,6 @@ def as_text(usages: Sequence[PoolUsage]) -> str:
 
 def plot(usages: Sequence[PoolUsage], path: Path) -> None:
     """Draw both shares by block size."""
-    from octavo_lab.plots import BLUE, legend, panels, save, styled  # noqa: PLC0415 # slow to import
-
     with styled():
         figure, drawn = panels((9, 3.6), columns=2, sharey=True)
         for axis, title, share in (

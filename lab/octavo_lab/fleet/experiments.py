@@ -25,6 +25,11 @@ HEALTHY: Final = "healthy"
 DEGRADED: Final = "degraded"
 PREFIX: Final = "prefix"
 POISSON: Final = "poisson"
+CONDITIONS: Final = {
+    HEALTHY: "all workers well",
+    DEGRADED: "one worker three times slower, another drains at half time",
+    PREFIX: "requests that share prefixes",
+}
 STANDARD_FLEET: Final = FleetConfig()
 ARMS_OF: Final[dict[str, tuple[str, ...]]] = {
     HEALTHY: ARMS,

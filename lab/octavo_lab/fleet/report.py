@@ -14,10 +14,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from octavo_lab.fleet import CONDITIONS
 from octavo_lab.fleet.arms import LATE
 from octavo_lab.fleet.experiments import (
     ARMS_OF,
+    CONDITIONS,
     NUM_QUANTILES,
     PREFIX,
     FleetOutcome,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -40,9 +41,9 @@ def plots(report: LadderReport) -> Iterator[Plot]:
     rung = next(one for one in (report.comparison.control_rung, *report.rungs) if one in measured)
     figures = {"latency": _latency, "throughput": _throughput} if len(report.rungs) > 1 else {}
     for name, draw in (figures | {"memory": _memory}).items():
-        yield _plot(name, 0.0, lambda draw=draw: draw(report))
+        yield _plot(name, 0.0, partial(draw, report))
     for name, draw_rows in (("distributions", _distributions), ("queue", _queues)):
-        yield _plot(name, report.rungs[rung], lambda draw=draw_rows: draw(report.at(rung)))
+        yield _plot(name, report.rungs[rung], partial(draw_rows, report.at(rung)))
 
 
 def _plot(name: str, rate: float, draw: Callable[[], Figure]) -> Plot:

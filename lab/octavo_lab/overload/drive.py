@@ -56,6 +56,19 @@ class Mix:
         return made
 
 
+def seats_of(details: Mapping[str, Any]) -> int:
+    """Return the requests that all workers run at a time.
+
+    Raises:
+        BenchError: the service does not say.
+    """
+    if not (details.get("max_num_seqs") and details.get("workers")):
+        raise BenchError(
+            "the service does not tell what its workers hold: it takes a key that may see the status"
+        )
+    return int(details["max_num_seqs"] * details["workers"])
+
+
 async def vocabulary_of(target: OctavoTarget) -> tuple[int, int]:
     """Return a range of token ids that the model of a target has."""
     served = await target.client.models()

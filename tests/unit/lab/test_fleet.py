@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from octavo_lab import fleet
 from octavo_lab.command import BenchError
+from octavo_lab.fleet import command as fleet
 from octavo_lab.sim.steptimes import FORMAT
 
 REST = "--trace poisson --workers 3 --requests 20 --seeds 1 --jobs 1 --json"
