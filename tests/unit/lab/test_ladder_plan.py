@@ -138,8 +138,8 @@ def test_arm_asks_for_settings_that_services_know(arm: object, runner: str) -> N
     worker = WorkerSettings.load(flags(config.worker_args(ARMS[name])))
     tuned = StaticSettings(batch_size=16, timeout_s=0.25)
     core = SchedulerSettings.load(flags(config.scheduler_args(ARMS[name], tuned))).core_config()
-    assert (worker.kv_layout == "contiguous") is ARMS[name].static
-    assert worker.padded is ARMS[name].wasteful
+    assert (worker.kv.kv_layout == "contiguous") is ARMS[name].static
+    assert worker.backend.padded is ARMS[name].wasteful
     assert (core.static is not None) is ARMS[name].static
     if core.static is not None:
         assert (core.static.batch_size, core.static.timeout_s) == (16, 0.25)
