@@ -39,7 +39,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _is_figure(cell: str) -> bool:
-    return cell[0] in _FIGURE_BEGINS
+    return cell[0] in _FIGURE_BEGINS and ", " not in cell
 
 
 def page(markdown: str, pictures: Mapping[str, str]) -> str:
