@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from importlib import import_module
-from typing import Final
+from typing import Any, Final
 
 from octavo.cli import output
 
@@ -17,15 +17,15 @@ BENCHES: Final = {
     ),
     "compare": ("octavo_lab.compare", "set runs of `octavo bench serve` side by side"),
     "chunked": (
-        "octavo_lab.chunked",
+        "octavo_lab.chunked.command",
         "what chunked prefill spares running requests while long prompts arrive",
     ),
     "overload": (
-        "octavo_lab.overload",
+        "octavo_lab.overload.command",
         "a service driven past its capacity and back: what it refuses, keeps, and how soon it recovers",
     ),
     "ladder": (
-        "octavo_lab.ladder",
+        "octavo_lab.ladder.command",
         "static against continuous batching, contiguous against paged memory, under the same traffic",
     ),
     "fragmentation": (
@@ -34,19 +34,32 @@ BENCHES: Final = {
     ),
     "vegeta-targets": ("octavo_lab.vegeta", "requests to a gateway, as a file of targets for vegeta"),
     "fleet": (
-        "octavo_lab.fleet",
+        "octavo_lab.fleet.command",
         "one late-binding queue against routers that bind early, on public traces, simulated",
     ),
 }
 
 
+class _BenchParser(argparse.ArgumentParser):
+    """Reads the module of a bench when its arguments are read: what estimates and draws is slow to import."""
+
+    module = ""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Read the arguments; see `argparse`."""
+        if self.module:
+            import_module(self.module).configure(self)
+            self.module = ""
+        return super().parse_known_args(args, namespace)
+
+
 def configure(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the command's arguments."""
     del name
-    benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True)
+    benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, parser_class=_BenchParser)
     for bench, (module, what) in BENCHES.items():
-        bench_parser = benches.add_parser(bench, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        import_module(module).configure(bench_parser)
+        added = benches.add_parser(bench, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        added.module = module
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from octavo_lab.command import BenchError
+from octavo_lab.load import files, tables
+from octavo_lab.serve.plan import parse_slo
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,10 +22,6 @@ def run(arguments: argparse.Namespace) -> str:
     Raises:
         BenchError: there are fewer than two runs, or a file is none.
     """
-    # Not earlier: they need the extra `bench`, and the help does not.
-    from octavo_lab.load import files, tables  # noqa: PLC0415
-    from octavo_lab.serve.plan import parse_slo  # noqa: PLC0415
-
     if len(arguments.runs) < 2:
         raise BenchError("it takes two runs to compare")
     runs = [files.read(path) for path in arguments.runs]

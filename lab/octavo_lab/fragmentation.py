@@ -14,13 +14,15 @@ import json
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
 from octavo_lab.command import claim_file
+from octavo_lab.plots import BLUE, legend, panels, save, styled
+from octavo_lab.report import table
 from worker_svc.kv.contiguous import ContiguousMemory
 from worker_svc.kv.errors import OutOfBlocks
 from worker_svc.kv.memory import KvMemory, Match
@@ -34,7 +36,7 @@ _STRIDE_TOKENS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class PoolTraffic:
     """Requests in an endless queue; the same for both arms."""
 
     min_tokens: int = 50
@@ -55,7 +57,7 @@ class _Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class PoolUsage:
     """Means over the looks at a pool."""
 
     block_size: int
@@ -70,24 +72,25 @@ class Usage:
     preemptions: int
 
 
-def simulate(traffic: Traffic, *, block_size: int, paged: bool) -> Usage:
+def simulate(traffic: PoolTraffic, *, block_size: int, paged: bool) -> PoolUsage:
     """Run the traffic through one allocator."""
-    arm = _Arm(traffic, block_size, paged)
+    arm, looks = _Allocator(traffic, block_size, paged), []
     for look in range(traffic.warm_up_looks + traffic.num_looks):
         arm.decode()
         arm.admit()
         if look >= traffic.warm_up_looks:
-            arm.look()
-    return arm.usage()
+            looks.append(arm.look())
+    utilization, occupancy, external, sequences = (sum(one) / len(looks) for one in zip(*looks, strict=True))
+    return PoolUsage(block_size, paged, utilization, occupancy, external, sequences, arm.preemptions)
 
 
-class _Arm:
+class _Allocator:
     """One allocator under the traffic."""
 
-    def __init__(self, traffic: Traffic, block_size: int, paged: bool) -> None:
+    def __init__(self, traffic: PoolTraffic, block_size: int, paged: bool) -> None:
+        self.preemptions = 0
         self._traffic = traffic
         self._block_size = block_size
-        self._paged = paged
         self._num_blocks = traffic.pool_tokens // block_size
         self._memory: KvMemory = (
             PagedMemory(BlockPool(self._num_blocks), block_size, 0, 0)
@@ -97,8 +100,6 @@ class _Arm:
         self._rng = random.Random(traffic.seed)
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
-        self._preemptions = 0
-        self._sums = [0.0] * 4
 
     def admit(self) -> None:
         """Take in whoever waits, in order, until one does not fit."""
@@ -127,32 +128,15 @@ class _Arm:
                 self._memory.release(sequence.table)
         self._running = [sequence for sequence in self._running if sequence.table]
 
-    def look(self) -> None:
-        """Add the state of now to the means."""
+    def look(self) -> tuple[float, float, float, int]:
+        """Return what is told of now: the shares and the sequences of `PoolUsage`, in its order."""
         report = self._memory.report(0)
         written = sum(sequence.num_tokens for sequence in self._running)
-        allocated = report.active * self._block_size
-        values = (
-            written / allocated,
+        return (
+            written / (report.active * self._block_size),
             written / (self._num_blocks * self._block_size),
             external_fragmentation(report),
             len(self._running),
-        )
-        self._sums = [total + value for total, value in zip(self._sums, values, strict=True)]
-
-    def usage(self) -> Usage:
-        """Return the means."""
-        utilization, occupancy, external, sequences = (
-            total / self._traffic.num_looks for total in self._sums
-        )
-        return Usage(
-            block_size=self._block_size,
-            paged=self._paged,
-            utilization=utilization,
-            occupancy=occupancy,
-            external_fragmentation=external,
-            mean_sequences=sequences,
-            preemptions=self._preemptions,
         )
 
     def _grow(self, sequence: _Sequence) -> None:
@@ -163,12 +147,12 @@ class _Arm:
                 victim = next(one for one in reversed(self._running) if one.table and one is not sequence)
                 self._memory.release(victim.table)
                 self._waiting.appendleft(victim)
-                self._preemptions += 1
+                self.preemptions += 1
             else:
                 return
 
 
-def _draw(traffic: Traffic, rng: random.Random) -> _Sequence:
+def _draw(traffic: PoolTraffic, rng: random.Random) -> _Sequence:
     low, high = math.log(traffic.min_tokens), math.log(traffic.max_tokens)
     total = round(math.exp(rng.uniform(low, high)))
     prompt = max(1, round(total * rng.uniform(0.3, 0.9)))
@@ -176,55 +160,43 @@ def _draw(traffic: Traffic, rng: random.Random) -> _Sequence:
     return _Sequence(prompt, total, min(prompt + asked, traffic.max_tokens + traffic.min_tokens))
 
 
-def as_table(usages: Sequence[Usage]) -> str:
+def as_text(usages: Sequence[PoolUsage]) -> str:
     """Return the results as a Markdown table."""
-    lines = [
-        "| block size | allocator | written / allocated | written / pool | sequences | ext. fragmentation |",
-        "|---|---|---|---|---|---|",
-    ]
-    for usage in usages:
-        lines.append(
-            f"| {usage.block_size} | {'paged' if usage.paged else 'contiguous'} | {usage.utilization:.1%} "
-            f"| {usage.occupancy:.1%} | {usage.mean_sequences:.0f} | {usage.external_fragmentation:.0%} |"
-        )
-    return "\n".join(lines)
+    columns: dict[str, Callable[[PoolUsage], object]] = {
+        "block size": lambda one: one.block_size,
+        "allocator": lambda one: "paged" if one.paged else "contiguous",
+        "written / allocated": lambda one: f"{one.utilization:.1%}",
+        "written / pool": lambda one: f"{one.occupancy:.1%}",
+        "sequences": lambda one: f"{one.mean_sequences:.0f}",
+        "ext. fragmentation": lambda one: f"{one.external_fragmentation:.0%}",
+    }
+    return table(list(columns), [[tell(one) for tell in columns.values()] for one in usages])
 
 
-def plot(usages: Sequence[Usage], path: Path) -> None:
+def plot(usages: Sequence[PoolUsage], path: Path) -> None:
     """Draw both shares by block size."""
-    import matplotlib as mpl  # noqa: PLC0415 # of the extra `bench`
-
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "octavo"
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for axis, title, share in (
-        (axes[0], "written / allocated slots", attrgetter("utilization")),
-        (axes[1], "written / all slots of the pool", attrgetter("occupancy")),
-    ):
-        for offset, paged, colour in ((-0.2, True, "#2a6f97"), (0.2, False, "#c9a227")):
-            arm = [usage for usage in usages if usage.paged is paged]
-            places = [index + offset for index in range(len(arm))]
-            bars = axis.bar(
-                places,
-                [100 * share(usage) for usage in arm],
-                0.38,
-                label="paged" if paged else "contiguous",
-                color=colour,
-            )
-            axis.bar_label(bars, fmt="%.0f", fontsize=8)
-        sizes = sorted({usage.block_size for usage in usages})
-        axis.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-        axis.set_xlabel("block size (tokens)")
-        axis.set_title(title, fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("%")
-    axes[0].set_ylim(0, 110)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    # Without a date the same figures give the same file.
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
+    with styled():
+        figure, drawn = panels((9, 3.6), columns=2, sharey=True)
+        for axis, title, share in (
+            (drawn[0], "written / allocated slots", attrgetter("utilization")),
+            (drawn[1], "written / all slots of the pool", attrgetter("occupancy")),
+        ):
+            for offset, paged, colour in ((-0.2, True, BLUE), (0.2, False, "#c9a227")):
+                shares = [100 * share(usage) for usage in usages if usage.paged is paged]
+                places = [index + offset for index in range(len(shares))]
+                name = "paged" if paged else "contiguous"
+                axis.bar_label(
+                    axis.bar(places, shares, 0.38, label=name, color=colour), fmt="%.0f", fontsize=8
+                )
+            sizes = sorted({usage.block_size for usage in usages})
+            axis.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+            axis.set_xlabel("block size (tokens)")
+            axis.set_title(title, fontsize=10)
+            axis.grid(axis="x", visible=False)
+        drawn[0].set_ylabel("%")
+        drawn[0].set_ylim(0, 110)
+        legend(figure, drawn[0])
+        save(figure, path)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -238,7 +210,7 @@ def run(arguments: argparse.Namespace) -> str:
     """Simulate every block size with both allocators; return the table."""
     if arguments.plot is not None:
         claim_file(arguments.plot)
-    traffic = Traffic(seed=arguments.seed)
+    traffic = PoolTraffic(seed=arguments.seed)
     usages = [
         simulate(traffic, block_size=block_size, paged=paged)
         for block_size in BLOCK_SIZES
@@ -248,4 +220,4 @@ def run(arguments: argparse.Namespace) -> str:
         plot(usages, arguments.plot)
     if arguments.json:
         return json.dumps([asdict(usage) for usage in usages], indent=2)
-    return as_table(usages)
+    return as_text(usages)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from octavo_lab.command import BenchError
+from octavo_lab.command import BenchError, Flag, add_flags
 
 _WORDS: Final = (
     "the", "of", "a", "in", "river", "stone", "light", "paper", "fold", "sheet", "press", "ink", "book",
@@ -24,26 +24,24 @@ _WORDS: Final = (
 )  # fmt: skip
 
 
+FLAGS: Final[tuple[Flag, ...]] = (
+    ("--url", str, "http://127.0.0.1:8000", "URL", "the gateway"),
+    ("--count", int, 100, "N", "targets to write"),
+    ("--prompts", Path, None, "FILE", "one prompt per line, used in turn"),
+    ("--words", int, 64, "N", "words of the prompts that are made up"),
+    ("--max-tokens", int, 32, "N", "output of a request"),
+    ("--seed", int, 1, "N", "of the prompts that are made up"),
+)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
+    add_flags(parser, FLAGS)
     parser.add_argument("--model", required=True, help="model that the requests name")
-    parser.add_argument("--count", type=int, default=100, help="targets to write (default: 100)")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line, used in turn")
-    parser.add_argument(
-        "--words", type=int, default=64, help="words of the prompts that are made up (default: 64)"
-    )
-    parser.add_argument("--max-tokens", type=int, default=32, help="output of a request (default: 32)")
     parser.add_argument("--chat", action="store_true", help="conversations of one turn, not completions")
     parser.add_argument("--stream", action="store_true", help="ask for server-sent events")
-    parser.add_argument(
-        "--header",
-        action="append",
-        default=[],
-        metavar="NAME:VALUE",
-        help="header of each request, as x-octavo-priority:batch; may be repeated",
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the prompts that are made up (default: 1)")
+    told = "header of each request, as x-octavo-priority:batch; may be repeated"
+    parser.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help=told)
 
 
 def run(arguments: argparse.Namespace) -> str:
@@ -91,11 +89,10 @@ def _body(prompt: str, arguments: argparse.Namespace) -> dict[str, Any]:
 def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.prompts is not None:
         try:
-            given = [
-                line for line in arguments.prompts.read_text(encoding="utf-8").split("\n") if line.strip()
-            ]
+            lines = arguments.prompts.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise BenchError(f"{arguments.prompts}: {error}") from None
+        given = [line for line in lines if line.strip()]
         if not given:
             raise BenchError(f"{arguments.prompts} holds no prompt")
         while True:

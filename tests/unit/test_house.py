@@ -71,7 +71,7 @@ FLOORS = {
         "datasets",
         "load",
         "sim",
-        "traces",
+        "traces machine stored report plots",
         "command",
     ),
 }

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Final, Self
 
 from octavo.stack import Stack, StackConfig
@@ -82,10 +81,9 @@ class LongPrompt:
 
 
 @dataclass(slots=True)
-class Arm:
+class ArmTurns:
     """What was seen of one arm."""
 
-    name: str
     gaps_s: list[tuple[float, ...]] = field(default_factory=list)
     """Times between tokens, of each short request."""
     long_ttft_s: list[float] = field(default_factory=list)
@@ -105,13 +103,18 @@ class Arm:
         gaps = [gap for request in self.gaps_s for gap in request]
         return distribution(gaps, independent=len(self.gaps_s))
 
+    @property
+    def ttft_s(self) -> Distribution:
+        """Times to the first token of the long prompts."""
+        return distribution(self.long_ttft_s)
+
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ChunkedResult:
     """Both arms."""
 
     config: ChunkedConfig
-    arms: dict[str, Arm]
+    arms: dict[str, ArmTurns]
 
     @property
     def ratio(self) -> Interval | None:
@@ -120,7 +123,7 @@ class Comparison:
         return quantile_ratio_interval(chunked, whole, _QUANTILE, seed=self.config.seed)
 
 
-async def measure(config: ChunkedConfig, tell: Tell) -> Comparison:
+async def measure(config: ChunkedConfig, tell: Tell) -> ChunkedResult:
     """Start both stacks and let them take turns.
 
     Raises:
@@ -131,18 +134,15 @@ async def measure(config: ChunkedConfig, tell: Tell) -> Comparison:
     async with AsyncExitStack() as open_things:
         for index, (name, flag) in enumerate(ARMS.items()):
             tell(f"starting the stack with {name} prefill", 0.02 * index)
+            batched = ("--max-num-batched-tokens", str(config.max_num_batched_tokens))
+            seats = ("--max-num-seqs", str(config.concurrency + 8))
+            # Nothing is refused for the stalls that are to be measured.
+            patient = ("--queue-timeout-standard-s", "none", "--no-overload-control")
             stack = Stack(
                 StackConfig(
                     model=config.model,
-                    # Nothing is refused for the stalls that are to be measured.
-                    scheduler_args=(
-                        *(flag, "--queue-timeout-standard-s", "none", "--no-overload-control"),
-                        *config.scheduler_args,
-                    ),
-                    worker_args=(
-                        *("--max-num-batched-tokens", str(config.max_num_batched_tokens)),
-                        *("--max-num-seqs", str(config.concurrency + 8), *config.worker_args),
-                    ),
+                    scheduler_args=(flag, *patient, *config.scheduler_args),
+                    worker_args=(*batched, *seats, *config.worker_args),
                 )
             )
             # The children of a stack die with the thread that started them: it has to be this one.
@@ -156,12 +156,12 @@ async def measure(config: ChunkedConfig, tell: Tell) -> Comparison:
 
 async def compare(
     targets: Mapping[str, LoadTarget], corpus: Corpus, config: ChunkedConfig, tell: Tell
-) -> Comparison:
+) -> ChunkedResult:
     """Let targets that were entered take turns."""
     tell("warming up", 0.05)
     for target in targets.values():
         await _warm_up(target, corpus, config)
-    arms = {name: Arm(name) for name in targets}
+    arms = {name: ArmTurns() for name in targets}
     for turn in range(config.repeats):
         # Each turn has the other order, so that a drift within a turn hits both.
         order = list(targets)[:: -1 if turn % 2 else 1]
@@ -169,7 +169,7 @@ async def compare(
             done = (turn * len(order) + place) / (config.repeats * len(order))
             tell(f"turn {turn + 1} of {config.repeats}: {name}", 0.1 + 0.9 * done)
             arms[name].add(*await _turn(targets[name], corpus, config))
-    return Comparison(config, arms)
+    return ChunkedResult(config, arms)
 
 
 async def _warm_up(target: LoadTarget, corpus: Corpus, config: ChunkedConfig) -> None:
@@ -231,28 +231,21 @@ class WithLongPrompts:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             for task in self._tasks:
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=error is not None)
 
 
+def _request(corpus: Corpus, kind: str, tokens: int, output_tokens: int) -> PlannedRequest:
+    prompt = corpus.window(tokens)
+    return PlannedRequest(prompt=prompt, prompt_tokens=tokens, output_tokens=output_tokens, kind=kind)
+
+
 def _short(corpus: Corpus, config: ChunkedConfig) -> PlannedRequest:
-    return PlannedRequest(
-        prompt=corpus.window(config.prompt_tokens),
-        prompt_tokens=config.prompt_tokens,
-        output_tokens=config.output_tokens,
-        kind="short",
-    )
+    return _request(corpus, "short", config.prompt_tokens, config.output_tokens)
 
 
 def _long(corpus: Corpus, config: ChunkedConfig) -> PlannedRequest:
-    return PlannedRequest(
-        prompt=corpus.window(config.long_tokens),
-        prompt_tokens=config.long_tokens,
-        output_tokens=_LONG_OUTPUT_TOKENS,
-        kind="long",
-    )
+    return _request(corpus, "long", config.long_tokens, _LONG_OUTPUT_TOKENS)

@@ -6,11 +6,12 @@ all that differs is when, and by whom, a request is bound to a worker.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol, TypeGuard
+from typing import Final
 
 from octavo_lab.fleet.workload import FleetConfig, Job
 from octavo_lab.sim import (
@@ -19,7 +20,6 @@ from octavo_lab.sim import (
     FaultRates,
     Recorder,
     SimCell,
-    SimObserver,
     SimResult,
     WorkerHost,
 )
@@ -40,57 +40,43 @@ class Trouble:
 NO_TROUBLE: Final = Trouble()
 
 
-class Arm(Protocol):
-    """A way to run a fleet."""
-
-    hosts: Sequence[WorkerHost]
-
-    def submit(self, spec: NewRequest) -> None:
-        """A request has come."""
-
-    def drain(self, index: int) -> None:
-        """A worker is to take nothing new; what it has accepted it finishes."""
-
-
-class _Outstanding:
-    """The requests that one core has taken and not ended."""
+class _Requests:
+    """Watches the requests of one core, or of several: which have not ended, and how many have."""
 
     def __init__(self) -> None:
-        self.request_ids: dict[str, None] = {}
+        self.outstanding: dict[str, None] = {}
+        self.ended = 0
 
     def submitted(self, spec: NewRequest, now: float) -> None:
         """A request has been sent."""
-        self.request_ids[spec.request_id] = None
+        self.outstanding[spec.request_id] = None
 
     def effects(self, effects: list[Effect], now: float) -> None:
-        """Forget what has ended."""
-        for effect in filter(_is_end, effects):
-            self.request_ids.pop(effect.request_id, None)
+        """Forget what has ended, and count it."""
+        for effect in effects:
+            if isinstance(effect, Reject) or (isinstance(effect, FinishChoice) and effect.last):
+                self.outstanding.pop(effect.request_id, None)
+                self.ended += 1
 
 
-def _is_end(effect: Effect) -> TypeGuard[Reject | FinishChoice]:
-    """Return whether a request has ended with an effect."""
-    return isinstance(effect, Reject) or (isinstance(effect, FinishChoice) and effect.last)
-
-
-class Engine:
+class RoutedEngine:
     """One worker with a core of its own, as a router sees it."""
 
     def __init__(self, cell: SimCell) -> None:
         self.cell = cell
-        self._outstanding = _Outstanding()
-        cell.observers.append(self._outstanding)
+        self._requests = _Requests()
+        cell.observers.append(self._requests)
 
     @property
     def num_requests(self) -> int:
         """Requests that it has taken and not ended."""
-        return len(self._outstanding.request_ids)
+        return len(self._requests.outstanding)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that it still has to compute, exactly: the rest of each prompt, and of each answer."""
         total = 0
-        for request_id in self._outstanding.request_ids:
+        for request_id in self._requests.outstanding:
             request = self.cell.core.find(request_id)
             for sequence in request.sequences if request is not None else ():
                 if sequence.status is SequenceStatus.RUNNING:
@@ -101,116 +87,54 @@ class Engine:
         return total
 
 
-Router = Callable[[Sequence[Engine]], Engine]
+Router = Callable[[Sequence[RoutedEngine]], RoutedEngine]
 """Chooses among the engines that take requests."""
 
 
-def round_robin(rng: random.Random) -> Router:
-    """Each in its turn."""
-    count = 0
-
-    def choose(engines: Sequence[Engine]) -> Engine:
-        nonlocal count
-        count += 1
-        return engines[count % len(engines)]
-
-    return choose
-
-
-def at_random(rng: random.Random) -> Router:
-    """Any."""
-    return rng.choice
-
-
-def least_requests(rng: random.Random) -> Router:
-    """The one with the fewest requests; among equals, any."""
-    return lambda engines: min(engines, key=lambda engine: (engine.num_requests, rng.random()))
-
-
-def least_tokens(rng: random.Random) -> Router:
-    """The one with the fewest tokens to compute.
-
-    It sees every engine at every moment, and knows how long each answer will become.
-    """
-    return lambda engines: min(engines, key=lambda engine: (engine.num_tokens, rng.random()))
+def _round_robin(rng: random.Random) -> Router:
+    turns = itertools.count(1)
+    return lambda engines: engines[next(turns) % len(engines)]
 
 
 ROUTERS: Final[dict[str, Callable[[random.Random], Router]]] = {
-    "round robin": round_robin,
-    "random": at_random,
-    "least requests": least_requests,
-    "least tokens": least_tokens,
+    "round robin": _round_robin,
+    "random": lambda rng: rng.choice,
+    # Among equals, any.
+    "least requests": lambda rng: (
+        lambda engines: min(engines, key=lambda one: (one.num_requests, rng.random()))
+    ),
+    # It sees every engine at every moment, and knows how long each answer will become.
+    "least tokens": lambda rng: lambda engines: min(engines, key=lambda one: (one.num_tokens, rng.random())),
 }
 LATE: Final = "one queue"
 """The name of the arm that binds late."""
 ARMS: Final = (LATE, *ROUTERS)
 
 
-class LateBinding:
-    """One core over all workers."""
+class SimulatedFleet:
+    """Workers behind one core, which binds late, or behind a router and a core for each, which bind early."""
 
-    def __init__(
-        self, fleet: FleetConfig, config: CoreConfig, loop: EventLoop, observers: Sequence[SimObserver]
-    ) -> None:
-        workers = [fleet.worker(index) for index in range(fleet.num_workers)]
-        self._cell = SimCell(SchedulerCore(config), workers, loop, observers)
-        self.hosts: Sequence[WorkerHost] = list(self._cell.hosts.values())
-
-    def submit(self, spec: NewRequest) -> None:
-        """Put it into the queue."""
-        self._cell.submit(spec)
-
-    def drain(self, index: int) -> None:
-        """Tell the core, as a worker that drains does."""
-        cell = self._cell
-        cell.perform(cell.core.worker_draining(self.hosts[index].worker_id, cell.loop.now))
-
-
-class EarlyBinding:
-    """A router, and a core for each worker.
-
-    An engine that drains gets nothing new from the router, and works off all that it has accepted.
-    """
-
-    def __init__(
-        self,
-        fleet: FleetConfig,
-        config: CoreConfig,
-        loop: EventLoop,
-        observers: Sequence[SimObserver],
-        router: Router,
-    ) -> None:
-        self._engines = [
-            Engine(SimCell(SchedulerCore(config), [fleet.worker(index)], loop, observers))
-            for index in range(fleet.num_workers)
-        ]
+    def __init__(self, cells: Sequence[SimCell], router: Router | None) -> None:
+        self.hosts: list[WorkerHost] = [host for cell in cells for host in cell.hosts.values()]
+        self._engines = [RoutedEngine(cell) for cell in cells]
         self._open = list(self._engines)
         self._router = router
-        self.hosts: Sequence[WorkerHost] = [
-            host for engine in self._engines for host in engine.cell.hosts.values()
-        ]
 
     def submit(self, spec: NewRequest) -> None:
-        """Bind it to an engine, for good."""
-        self._router(self._open).cell.submit(spec)
+        """Put it into the queue, or bind it to an engine, for good."""
+        engine = self._open[0] if self._router is None else self._router(self._open)
+        engine.cell.submit(spec)
 
     def drain(self, index: int) -> None:
-        """Tell the router."""
-        self._open.remove(self._engines[index])
+        """Let a worker take nothing new; what it has accepted it finishes.
 
-
-class _Ends:
-    """Counts the requests that have ended."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def submitted(self, spec: NewRequest, now: float) -> None:
-        """Ends are counted, not beginnings."""
-
-    def effects(self, effects: list[Effect], now: float) -> None:
-        """Count what has ended."""
-        self.count += sum(map(_is_end, effects))
+        The core is told, as by a worker that drains; a router just offers it nothing any more.
+        """
+        if self._router is None:
+            cell = self._engines[0].cell
+            cell.perform(cell.core.worker_draining(self.hosts[index].worker_id, cell.loop.now))
+        else:
+            self._open.remove(self._engines[index])
 
 
 def simulate(
@@ -223,13 +147,12 @@ def simulate(
     trouble: Trouble = NO_TROUBLE,
 ) -> list[SimResult]:
     """Run jobs on a fleet until all have ended; return what their clients saw."""
-    loop, recorder, ends = EventLoop(), Recorder(), _Ends()
-    running: Arm
-    if arm == LATE:
-        running = LateBinding(fleet, config, loop, [recorder, ends])
-    else:
-        router = ROUTERS[arm](random.Random(seed))
-        running = EarlyBinding(fleet, config, loop, [recorder, ends], router)
+    loop, recorder, requests = EventLoop(), Recorder(), _Requests()
+    router = None if arm == LATE else ROUTERS[arm](random.Random(seed))
+    workers = [fleet.worker(index) for index in range(fleet.num_workers)]
+    parts = [workers] if router is None else [[worker] for worker in workers]
+    cells = [SimCell(SchedulerCore(config), part, loop, [recorder, requests]) for part in parts]
+    running = SimulatedFleet(cells, router)
     if fleet.faults != FaultRates():
         for index, host in enumerate(running.hosts):
             # One each: what goes wrong in a worker's n-th step does not depend on the others, nor on the arm.
@@ -240,5 +163,5 @@ def simulate(
         running.hosts[index].slow_factor = trouble.slow_factor
     if trouble.draining_worker is not None:
         loop.at(trouble.drains_at_s, partial(running.drain, trouble.draining_worker))
-    loop.run(stop=lambda: ends.count == len(jobs))
+    loop.run(stop=lambda: requests.ended == len(jobs))
     return list(recorder.results.values())

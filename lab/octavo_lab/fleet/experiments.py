@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from scipy import stats
 
 from octavo_lab.datasets.lengths import Drawn
 from octavo_lab.fleet import workload
 from octavo_lab.fleet.arms import ARMS, LATE, NO_TROUBLE, Trouble, simulate
 from octavo_lab.fleet.workload import FleetConfig, Job
+from octavo_lab.load.statistics import Interval, mean_interval
 from octavo_lab.sim import SimResult
 from scheduler_svc.core import CoreConfig
 
@@ -25,6 +25,11 @@ HEALTHY: Final = "healthy"
 DEGRADED: Final = "degraded"
 PREFIX: Final = "prefix"
 POISSON: Final = "poisson"
+CONDITIONS: Final = {
+    HEALTHY: "all workers well",
+    DEGRADED: "one worker three times slower, another drains at half time",
+    PREFIX: "requests that share prefixes",
+}
 STANDARD_FLEET: Final = FleetConfig()
 ARMS_OF: Final[dict[str, tuple[str, ...]]] = {
     HEALTHY: ARMS,
@@ -34,7 +39,7 @@ ARMS_OF: Final[dict[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class FleetTraffic:
     """How much of which trace, and how dense."""
 
     requests: int = 3000
@@ -57,12 +62,12 @@ class Run:
     condition: str
     arm: str
     seed: int
-    traffic: Traffic
+    traffic: FleetTraffic
     fleet: FleetConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class FleetOutcome:
     """What the clients of one run saw. Times are seconds."""
 
     condition: str
@@ -92,14 +97,7 @@ def fleet_for(condition: str, fleet: FleetConfig = STANDARD_FLEET) -> FleetConfi
     Where prefixes matter all lengths of the trace are an eighth of what they were, to suit a small model;
     the longest still need a longer context than the demo model has.
     """
-    if condition == PREFIX:
-        return replace(fleet, prefix_caching=True, max_model_len=16384)
-    return fleet
-
-
-def core_config(fleet: FleetConfig) -> CoreConfig:
-    """Return the settings of every core, late or early: as they come, but nobody is refused."""
-    return CoreConfig(max_waiting_requests=10**9, prefix_caching=fleet.prefix_caching)
+    return replace(fleet, prefix_caching=True, max_model_len=16384) if condition == PREFIX else fleet
 
 
 def jobs_of(run: Run) -> tuple[list[Job], float]:
@@ -121,14 +119,7 @@ def jobs_of(run: Run) -> tuple[list[Job], float]:
     return workload.jobs(workload.at_load(part, fleet, traffic.load), fleet), 0.0
 
 
-def trouble_of(condition: str, half_time_s: float) -> Trouble:
-    """Return what goes wrong: one worker is slow all the time, another leaves for good at half time."""
-    if condition == DEGRADED:
-        return Trouble(slow_workers=(0,), slow_factor=3.0, draining_worker=1, drains_at_s=half_time_s)
-    return NO_TROUBLE
-
-
-def execute(run: Run) -> Outcome:
+def execute(run: Run) -> FleetOutcome:
     """Simulate one run.
 
     Raises:
@@ -137,17 +128,23 @@ def execute(run: Run) -> Outcome:
     jobs, bound = jobs_of(run)
     first, last = jobs[0][0], jobs[-1][0]
     span_s = last - first
-    trouble = trouble_of(run.condition, (first + last) / 2)
-    results = simulate(run.arm, jobs, run.fleet, core_config(run.fleet), seed=run.seed, trouble=trouble)
+    trouble = NO_TROUBLE
+    if run.condition == DEGRADED:
+        half_time_s = (first + last) / 2
+        trouble = Trouble(slow_workers=(0,), slow_factor=3.0, draining_worker=1, drains_at_s=half_time_s)
+    # As they come, but nobody is refused.
+    config = CoreConfig(max_waiting_requests=10**9, prefix_caching=run.fleet.prefix_caching)
+    results = simulate(run.arm, jobs, run.fleet, config, seed=run.seed, trouble=trouble)
     return _outcome(run, results, span_s, bound)
 
 
-def _outcome(run: Run, results: Sequence[SimResult], span_s: float, bound: float) -> Outcome:
+def _outcome(run: Run, results: Sequence[SimResult], span_s: float, bound: float) -> FleetOutcome:
     ttfts = np.array([result.ttft_s for result in results if result.ttft_s is not None])
     tpots = np.array([result.tpot_s for result in results if result.tpot_s is not None])
-    p50, p90, p99 = (float(value) for value in np.percentile(ttfts, (50, 90, 99)))
+    p50, p90, p99 = np.percentile(ttfts, (50, 90, 99)).tolist()
+    tpot_p50, tpot_p99 = np.percentile(tpots, (50, 99)).tolist()
     cached = sum(result.cached_tokens for result in results)
-    return Outcome(
+    return FleetOutcome(
         condition=run.condition,
         arm=run.arm,
         seed=run.seed,
@@ -158,8 +155,8 @@ def _outcome(run: Run, results: Sequence[SimResult], span_s: float, bound: float
         ttft_p90_s=p90,
         ttft_p99_s=p99,
         ttft_mean_s=float(ttfts.mean()),
-        tpot_p50_s=float(np.percentile(tpots, 50)),
-        tpot_p99_s=float(np.percentile(tpots, 99)),
+        tpot_p50_s=tpot_p50,
+        tpot_p99_s=tpot_p99,
         hit_rate=cached / sum(result.prompt_tokens for result in results),
         bound_hit_rate=bound,
         ttft_quantiles_s=tuple(np.quantile(ttfts, np.linspace(0, 1, NUM_QUANTILES)).tolist()),
@@ -167,7 +164,7 @@ def _outcome(run: Run, results: Sequence[SimResult], span_s: float, bound: float
 
 
 def plan_runs(
-    conditions: Sequence[str], traffic: Traffic, num_seeds: int, fleet: FleetConfig = STANDARD_FLEET
+    conditions: Sequence[str], traffic: FleetTraffic, num_seeds: int, fleet: FleetConfig = STANDARD_FLEET
 ) -> list[Run]:
     """Return the runs of an experiment, the seeds of an arm apart, so that a few tell something early."""
     return [
@@ -178,7 +175,7 @@ def plan_runs(
     ]
 
 
-def execute_all(runs: Sequence[Run], processes: int) -> Iterator[Outcome]:
+def execute_all(runs: Sequence[Run], processes: int) -> Iterator[FleetOutcome]:
     """Yield outcomes as they come, from so many processes; 1 is this one."""
     if processes == 1:
         yield from map(execute, runs)
@@ -189,41 +186,27 @@ def execute_all(runs: Sequence[Run], processes: int) -> Iterator[Outcome]:
             yield future.result()
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over seeds, and half of its 95% confidence interval; None with fewer than two seeds."""
-
-    mean: float
-    half_width: float | None
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3g}" if self.half_width is None else f"{self.mean:.3g} ± {self.half_width:.2g}"
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean and its confidence, by Student's t."""
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return Estimate(mean, None)
-    error = float(stats.sem(values))
-    return Estimate(mean, error * float(stats.t.ppf(0.975, len(values) - 1)))
+def plus_minus(one: Interval) -> str:
+    """Return a mean over seeds, and half of its 95% confidence interval where there are seeds enough."""
+    return f"{one.value:.3g}" if one.high is None else f"{one.value:.3g} ± {one.high - one.value:.2g}"
 
 
 def over_seeds(
-    outcomes: Sequence[Outcome], condition: str, arm: str, value: Callable[[Outcome], float]
-) -> Estimate:
+    outcomes: Sequence[FleetOutcome], condition: str, arm: str, value: Callable[[FleetOutcome], float]
+) -> Interval:
     """Estimate something of an arm."""
-    return estimate([value(o) for o in outcomes if (o.condition, o.arm) == (condition, arm)])
+    return mean_interval([value(one) for one in outcomes if (one.condition, one.arm) == (condition, arm)])
 
 
 def ratio(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[FleetOutcome],
     condition: str,
     arms: tuple[str, str],
-    value: Callable[[Outcome], float],
-) -> Estimate:
+    value: Callable[[FleetOutcome], float],
+) -> Interval:
     """Estimate the ratio of the first arm to the second, seed by seed: both had the same requests."""
-    by_seed = [
-        {o.seed: value(o) for o in outcomes if (o.condition, o.arm) == (condition, arm)} for arm in arms
-    ]
-    return estimate([by_seed[0][seed] / by_seed[1][seed] for seed in by_seed[0] if seed in by_seed[1]])
+    over, under = (
+        {one.seed: value(one) for one in outcomes if (one.condition, one.arm) == (condition, arm)}
+        for arm in arms
+    )
+    return mean_interval([over[seed] / under[seed] for seed in over if seed in under])

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Final
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Arm:
     """One way to serve."""
 
     name: str
     title: str
-    static: bool
+    static: bool = False
     buckets: bool = False
     wasteful: bool = False
     """Static: prompts padded, finished rows computed."""
@@ -37,16 +37,14 @@ class Arm:
                 "--chunked-prefill" if self.chunked else "--no-chunked-prefill",
                 "--prefix-caching" if self.prefix else "--no-prefix-caching",
             )
-        given = [
+        return (
             "--batching=static",
             "--no-prefix-caching",
             f"--static-batch-size={static.batch_size}",
             f"--static-timeout-s={static.timeout_s:g}",
             "--static-hold-finished" if self.wasteful else "--no-static-hold-finished",
-        ]
-        if self.buckets:
-            given.append(f"--static-buckets={','.join(map(str, bucket_bounds))}")
-        return tuple(given)
+            *((f"--static-buckets={','.join(map(str, bucket_bounds))}",) if self.buckets else ()),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,35 +60,19 @@ CONTROL: Final = "static"
 SUBJECT: Final = "continuous-chunked"
 """What is compared with it: named before anything is measured, and without the help of a prefix cache."""
 
-ARMS: Final = {
-    arm.name: arm
-    for arm in (
-        Arm(name="static", title="static, contiguous", static=True, wasteful=True),
-        Arm(
-            name="static-buckets",
-            title="static, contiguous, length buckets",
-            static=True,
-            wasteful=True,
-            buckets=True,
-        ),
-        Arm(name="static-nowaste", title="static, contiguous, no waste", static=True),
-        Arm(
-            name="static-buckets-nowaste",
-            title="static, contiguous, length buckets, no waste",
-            static=True,
-            buckets=True,
-        ),
-        Arm(name="continuous", title="continuous, paged", static=False),
-        Arm(name="continuous-prefix", title="continuous, paged, prefix cache", static=False, prefix=True),
-        Arm(
-            name="continuous-chunked", title="continuous, paged, chunked prefill", static=False, chunked=True
-        ),
-        Arm(
-            name="continuous-chunked-prefix",
-            title="continuous, paged, chunked prefill, prefix cache",
-            static=False,
-            chunked=True,
-            prefix=True,
-        ),
-    )
-}
+_ALL: Final = (
+    Arm("static", "static, contiguous", static=True, wasteful=True),
+    Arm("static-buckets", "static, contiguous, length buckets", static=True, wasteful=True, buckets=True),
+    Arm("static-nowaste", "static, contiguous, no waste", static=True),
+    Arm("static-buckets-nowaste", "static, contiguous, length buckets, no waste", static=True, buckets=True),
+    Arm("continuous", "continuous, paged"),
+    Arm("continuous-prefix", "continuous, paged, prefix cache", prefix=True),
+    Arm("continuous-chunked", "continuous, paged, chunked prefill", chunked=True),
+    Arm(
+        "continuous-chunked-prefix",
+        "continuous, paged, chunked prefill, prefix cache",
+        chunked=True,
+        prefix=True,
+    ),
+)
+ARMS: Final = {arm.name: arm for arm in _ALL}

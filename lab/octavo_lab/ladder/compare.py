@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT
-from octavo_lab.ladder.figures import Figures, Latency, Quantile
+from octavo_lab.ladder.figures import Figures
 from octavo_lab.load.statistics import Interval, ratio_interval
 
 ARTICLES: Final = {
@@ -25,7 +25,7 @@ AllFigures = Mapping[tuple[str, str], Figures]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class LadderComparison:
     """Ratios of the subject to the control. None: not measured, or too few requests."""
 
     subject: str
@@ -46,30 +46,29 @@ class Comparison:
     best_static: str | None
 
 
-def compare(figures: AllFigures, rungs: Mapping[str, float], control_rung: str | None) -> Comparison:
+def compare(figures: AllFigures, rungs: Mapping[str, float], control_rung: str | None) -> LadderComparison:
     """Return the subject against the control."""
-    top = max(rungs, key=lambda name: rungs[name], default=None)
-    of_control = figures.get((CONTROL, control_rung or ""))
-    of_subject = figures.get((SUBJECT, control_rung or ""))
-    saturated = figures.get((SUBJECT, top or "")), figures.get((CONTROL, top or ""))
+    top = max(rungs, key=rungs.__getitem__, default=None)
+    of_control, of_subject = (figures.get((arm, control_rung or "")) for arm in (CONTROL, SUBJECT))
+    control, subject = (figures.get((arm, top or "")) for arm in (CONTROL, SUBJECT))
     best_static = max(
         (one for (arm, rung), one in figures.items() if rung == top and ARMS[arm].static),
         key=lambda one: one.tokens_per_s.value,
         default=None,
     )
-    return Comparison(
+    return LadderComparison(
         subject=SUBJECT,
         control=CONTROL,
         control_rung=control_rung,
         saturated_rung=top,
-        throughput_ratio=_throughput_ratio(*saturated),
+        throughput_ratio=_throughput_ratio(subject, control),
         p50_ratio=_latency_ratio(of_subject, of_control, "p50"),
         p99_ratio=_latency_ratio(of_subject, of_control, "p99"),
-        kv_use_paged=saturated[0].kv_written_waited if saturated[0] is not None else None,
-        kv_use_static=saturated[1].kv_written_waited if saturated[1] is not None else None,
-        throughput_of_best_static=_throughput_ratio(saturated[0], best_static),
-        best_static_over_control=_throughput_ratio(best_static, saturated[1]),
-        best_static=best_static.arm if best_static is not None else None,
+        kv_use_paged=None if subject is None else subject.kv_written_waited,
+        kv_use_static=None if control is None else control.kv_written_waited,
+        throughput_of_best_static=_throughput_ratio(subject, best_static),
+        best_static_over_control=_throughput_ratio(best_static, control),
+        best_static=None if best_static is None else best_static.arm,
     )
 
 
@@ -86,9 +85,7 @@ def ratio_by_repeat(over: Mapping[int, float], under: Mapping[int, float]) -> In
     """
     both = sorted(over.keys() & under.keys())
     pairs = [over[repeat] for repeat in both], [under[repeat] for repeat in both]
-    if not both or min(*pairs[0], *pairs[1]) <= 0:
-        return None
-    return ratio_interval(*pairs)
+    return ratio_interval(*pairs) if both and min(*pairs[0], *pairs[1]) > 0 else None
 
 
 def differs(ratio: Interval) -> bool:
@@ -97,9 +94,9 @@ def differs(ratio: Interval) -> bool:
 
 
 def _latency_ratio(over: Figures | None, under: Figures | None, name: str) -> Interval | None:
-    if over is None or under is None:
-        return None
-    one, other = _bounds(over.e2e, name), _bounds(under.e2e, name)
+    one, other = (
+        None if figures is None else getattr(figures.e2e, name).interval for figures in (over, under)
+    )
     if one is None or other is None:
         return None
     low = one.low / other.high if one.low is not None and other.high is not None else None
@@ -107,13 +104,8 @@ def _latency_ratio(over: Figures | None, under: Figures | None, name: str) -> In
     return Interval(one.value / other.value, low, high)
 
 
-def _bounds(latency: Latency, name: str) -> Interval | None:
-    quantile: Quantile = getattr(latency, name)
-    return quantile.interval
-
-
 @dataclass(frozen=True, slots=True)
-class Step:
+class Change:
     """What one change does to the throughput of a saturated arm."""
 
     what: str
@@ -122,7 +114,7 @@ class Step:
     ratio: Interval
 
 
-_STEPS: Final = (
+_CHANGES: Final = (
     ("no padding, and finished rows are free", "static", "static-nowaste"),
     ("length buckets, with the waste", "static", "static-buckets"),
     ("length buckets, without it", "static-nowaste", "static-buckets-nowaste"),
@@ -132,16 +124,10 @@ _STEPS: Final = (
 )
 
 
-def steps(figures: AllFigures, top: str | None) -> list[Step]:
+def changes(figures: AllFigures, top: str | None) -> list[Change]:
     """Return what each change is worth at the highest rung, where every arm is saturated."""
-    made = []
-    for what, before, after in _STEPS:
-        ratio = _throughput_ratio(figures.get((after, top or "")), figures.get((before, top or "")))
-        if ratio is not None:
-            made.append(Step(what, before, after, ratio))
-    return made
-
-
-def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as plain values, the articles' figures beside it."""
-    return {**asdict(comparison), "articles": ARTICLES}
+    ratios = (
+        (one, _throughput_ratio(figures.get((one[2], top or "")), figures.get((one[1], top or ""))))
+        for one in _CHANGES
+    )
+    return [Change(*one, ratio) for one, ratio in ratios if ratio is not None]

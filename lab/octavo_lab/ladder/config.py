@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Final
 
-from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT
+from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT, Arm, StaticSettings
 from octavo_lab.load.arrivals import Arrivals, Bursty, Gamma, Poisson
 
 BASELINE: Final = "baseline"
@@ -131,8 +131,8 @@ class LadderConfig:
             case _:
                 return Poisson(rate_per_s)
 
-    def worker_args(self) -> tuple[str, ...]:
-        """Arguments that all workers share."""
+    def worker_args(self, arm: Arm) -> tuple[str, ...]:
+        """Arguments of the worker of an arm; all arms have the same but for what makes them."""
         return (
             f"--runner={self.runner}",
             f"--block-size={self.block_size}",
@@ -141,10 +141,12 @@ class LadderConfig:
             f"--max-num-batched-tokens={self.max_num_batched_tokens}",
             f"--max-model-len={self.context}",
             "--pin-budget-blocks=0",
+            *arm.worker_args(),
+            *self.extra_worker_args,
         )
 
-    def scheduler_args(self) -> tuple[str, ...]:
-        """Arguments that all schedulers share."""
+    def scheduler_args(self, arm: Arm, static: StaticSettings) -> tuple[str, ...]:
+        """Arguments of the scheduler of an arm."""
         return (
             f"--queue-timeout-standard-s={self.queue_timeout_s:g}",
             # What is compared is how requests are served, not which are turned away.
@@ -154,25 +156,9 @@ class LadderConfig:
             "--window=1",
             # The padded prompts of a large batch are one step, which takes long on a slow machine.
             f"--step-watchdog-s={STEP_WATCHDOG_S:g}",
+            *arm.scheduler_args(static, self.bucket_bounds),
+            *self.extra_scheduler_args,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all settings as plain values."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()
-        }
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> LadderConfig:
-        """Return the settings of a JSON form.
-
-        Raises:
-            TypeError: it is none of this version.
-        """
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-        }
-        return cls(**values)
 
 
 FULL: Final = LadderConfig(preset="full")

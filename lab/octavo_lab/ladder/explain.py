@@ -1,17 +1,57 @@
-"""What the figures say, in sentences made from them."""
+"""What the figures say, in sentences made from them and from `words.toml`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 from statistics import fmean
+from typing import Any, Final
 
-from octavo_lab.ladder import words
-from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT
+from octavo_lab.ladder.arms import ARMS, CONTROL
 from octavo_lab.ladder.compare import ARTICLES, differs
-from octavo_lab.ladder.figures import Figures
-from octavo_lab.ladder.report import Report
+from octavo_lab.ladder.figures import Figures, Latency, Quantile
+from octavo_lab.ladder.report import LadderReport
 from octavo_lab.load.statistics import Interval, needed
+from octavo_lab.report import MISSING, bounded, seconds, share
+
+WORDS: Final = tomllib.loads((resources.files("octavo_lab.ladder") / "words.toml").read_text("utf-8"))
+
+
+def said(text: str, **filled_in: object) -> str:
+    """Return a text of `WORDS` on one line, with its names filled in."""
+    return " ".join(text.split()).format(**filled_in)
+
+
+def legend() -> str:
+    """Return how the tables are to be read."""
+    return said(WORDS["legend"], missing=MISSING, p99=needed(0.99), p90=needed(0.9), p50=needed(0.5))
+
+
+def interval(one: Interval | None, form: str = ".2f") -> str:
+    """Return an estimate with its interval."""
+    return MISSING if one is None else bounded(one.value, one.low, one.high, form)
+
+
+def quantile(one: Quantile) -> str:
+    """Return a quantile with its interval, or why there is none."""
+    if one.interval is None or one.interval.low is one.interval.high is None:
+        return short(one)
+    low, high = ("?" if end is None else seconds(end) for end in (one.interval.low, one.interval.high))
+    return f"{short(one)} ({low} to {high})"
+
+
+def short(one: Quantile) -> str:
+    """Return a quantile without its interval."""
+    if one.over_s is not None:
+        return f"> {seconds(one.over_s)}" if one.over_s else "none answered"
+    return MISSING if one.interval is None else seconds(one.interval.value)
+
+
+def three(latency: Latency) -> str:
+    """Return P50 / P90 / P99."""
+    return " / ".join(map(short, (latency.p50, latency.p90, latency.p99)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,113 +66,76 @@ class Headline:
     """None: nothing was promised, or nothing measured."""
 
 
-def headlines(report: Report) -> list[Headline]:
+def headlines(report: LadderReport) -> list[Headline]:
     """Return the comparison with the articles' figures beside it."""
     one = report.comparison
-    ratios = (
-        ("throughput when saturated, to the control", one.throughput_ratio, "throughput_ratio", ">=", 1.5),
-        ("end-to-end P50 at the control's capacity, to the control", one.p50_ratio, "p50_ratio", "<=", 0.6),
-        ("end-to-end P99 at the control's capacity, to the control", one.p99_ratio, "p99_ratio", "<=", 0.5),
-    )
-    lines = [
-        Headline(
-            what,
-            words.plain(value),
-            f"{ARTICLES[key]:.2f}",
-            f"{'at least' if sign == '>=' else 'at most'} {target:g}",
-            _met(value.value if value else None, sign, target),
-        )
-        for what, value, key, sign, target in ratios
-    ]
-    paged, static = one.kv_use_paged, one.kv_use_static
-    lines.append(
-        Headline(
-            "KV memory in use when saturated, paged",
-            words.share(paged),
-            words.share(ARTICLES["kv_use_paged"], 0),
-            "at least 93%",
-            _met(paged, ">=", 0.93),
-        )
-    )
-    lines.append(
-        Headline(
-            "KV memory in use when saturated, control",
-            words.share(static),
-            words.share(ARTICLES["kv_use_static"], 0),
-            "none",
-            None,
-        )
-    )
+    lines = []
+    for what, ratio, key, target in (
+        ("throughput when saturated, to the control", one.throughput_ratio, "throughput_ratio", 1.5),
+        ("end-to-end P50 at the control's capacity, to the control", one.p50_ratio, "p50_ratio", 0.6),
+        ("end-to-end P99 at the control's capacity, to the control", one.p99_ratio, "p99_ratio", 0.5),
+    ):
+        at_least = key == "throughput_ratio"
+        met = None if ratio is None else ratio.value >= target if at_least else ratio.value <= target
+        wanted = f"{'at least' if at_least else 'at most'} {target:g}"
+        lines.append(Headline(what, interval(ratio), f"{ARTICLES[key]:.2f}", wanted, met))
+    for of, used, key, least in (
+        ("paged", one.kv_use_paged, "kv_use_paged", 0.93),
+        ("control", one.kv_use_static, "kv_use_static", None),
+    ):
+        met = None if used is None or least is None else used >= least
+        what, wanted = f"KV memory in use when saturated, {of}", f"at least {least:.0%}" if least else "none"
+        lines.append(Headline(what, share(used), share(ARTICLES[key], 0), wanted, met))
     return lines
 
 
-def _met(value: float | None, sign: str, target: float) -> bool | None:
-    if value is None:
-        return None
-    return value >= target if sign == ">=" else value <= target
-
-
-def paragraphs(report: Report) -> list[tuple[str, str]]:
+def paragraphs(report: LadderReport) -> list[tuple[str, str]]:
     """Return (title, text): why the figures are what they are, and differ from the articles'."""
     found = (_throughput(report), _lengths(report), _batching(report), _latency(report), _memory(report))
     return [one for one in found if one is not None]
 
 
-def _top(report: Report, arm: str) -> Figures | None:
-    return report.figures.get((arm, report.comparison.saturated_rung or ""))
+def _explained(about: str, **filled_in: object) -> tuple[str, str]:
+    words: Mapping[str, Any] = WORDS["explain"][about]
+    return words["title"], said(words["text"], **filled_in)
 
 
-def _throughput(report: Report) -> tuple[str, str] | None:
-    ratio, best = report.comparison.throughput_ratio, report.comparison.throughput_of_best_static
-    if ratio is None:
+def _throughput(report: LadderReport) -> tuple[str, str] | None:
+    one = report.comparison
+    if one.throughput_ratio is None:
         return None
-    text = (
-        f"Saturated, the subject makes {words.plain(ratio)} times the tokens of the control; the articles "
-        f"say {ARTICLES['throughput_ratio']:.2f}. "
-    )
-    told = [f"{step.what}: {_times(step.ratio)}" for step in report.steps if differs(step.ratio)]
+    article = f"the tokens of the control; the articles say {ARTICLES['throughput_ratio']:.2f}."
+    text = [f"Saturated, the subject makes {interval(one.throughput_ratio)} times {article}"]
+    told = [f"{change.what}: x{interval(change.ratio)}" for change in report.changes if differs(change.ratio)]
     if told:
-        text += f"Step by step ({'; '.join(told)}). "
-    if len(told) < len(report.steps):
-        text += f"{len(report.steps) - len(told)} of {len(report.steps)} steps cannot be told from none. "
-    waste = report.comparison.best_static_over_control
-    if report.comparison.best_static not in (None, CONTROL):
-        best_title = ARMS[report.comparison.best_static or CONTROL].title
-        parts = [
-            f"{_times(part)} {what}"
-            for part, what in (
-                (waste, f"is waste of the control that a careful static server avoids ({best_title})"),
-                (best, "is what continuous batching over paged memory adds to a server that avoids it"),
-            )
-            if part is not None and differs(part)
-        ]
+        text.append(f"Step by step ({'; '.join(told)}).")
+    if len(told) < len(report.changes):
+        untold = len(report.changes) - len(told)
+        text.append(f"{untold} of {len(report.changes)} steps cannot be told from none.")
+    if one.best_static not in (None, CONTROL):
+        title = ARMS[one.best_static or CONTROL].title
+        waste = f"is waste of the control that a careful static server avoids ({title})"
+        gain = "is what continuous batching over paged memory adds to a server that avoids it"
+        both = ((one.best_static_over_control, waste), (one.throughput_of_best_static, gain))
+        parts = [f"x{interval(ratio)} {what}" for ratio, what in both if ratio is not None and differs(ratio)]
         if parts:
-            text += f"Of the whole, {', and '.join(parts)}."
-    return "Throughput", text.rstrip()
+            text.append(f"Of the whole, {', and '.join(parts)}.")
+    return "Throughput", " ".join(text)
 
 
-def _times(ratio: Interval) -> str:
-    return f"x{words.plain(ratio)}"
-
-
-def _lengths(report: Report) -> tuple[str, str] | None:
-    one = _top(report, SUBJECT) or _top(report, CONTROL)
+def _lengths(report: LadderReport) -> tuple[str, str] | None:
+    control, subject = report.compared(report.comparison.saturated_rung)
+    one = subject or control
     results = [r for r in report.measured.results if one is not None and r.cell.arm == one.arm]
-    requests = [request for result in results for request in result.run.measured]
-    if not requests:
+    offered = [request.offered for result in results for request in result.run.measured]
+    if not offered:
         return None
-    prompt = fmean(request.offered.prompt_tokens for request in requests)
-    output = fmean(request.offered.output_tokens for request in requests)
-    return "Lengths", (
-        f"Requests have {prompt:.0f} prompt and {output:.0f} output tokens on average, "
-        f"{prompt / output:.1f} to 1. In ShareGPT, which the articles used, answers are at least as long "
-        "as prompts. The computing of a prompt costs every arm the same, except for padding, and only "
-        "what happens while tokens are generated can be saved by letting rows leave and join. The more "
-        "of the work is prompts, the nearer the arms are to each other."
-    )
+    prompt = fmean(request.prompt_tokens for request in offered)
+    output = fmean(request.output_tokens for request in offered)
+    return _explained("lengths", prompt=prompt, output=output, ratio=prompt / output)
 
 
-def _batching(report: Report) -> tuple[str, str] | None:
+def _batching(report: LadderReport) -> tuple[str, str] | None:
     found = report.measured.found
     sizes = {
         probe.batch_size: probe.tokens_per_s
@@ -144,72 +147,37 @@ def _batching(report: Report) -> tuple[str, str] | None:
     low, high = min(sizes), max(sizes)
     listed = ", ".join(f"{size}: {rate:.0f}" for size, rate in sorted(sizes.items()))
     gain = sizes[high] / sizes[low]
-    text = (
-        f"The control, saturated, makes so many tokens per second by batch size: {listed}. From {low} to "
-        f"{high} rows that is x{gain:.2f}. "
-    )
-    if gain < 1.5:
-        text += (
-            "Where a row more costs its own time, as arithmetic does on a few cores, an empty place "
-            "costs little; what is lost is what is computed in vain: padding, and rows that have "
-            "finished. On a GPU such as the A10 a decode step is bound by reading the weights, a row "
-            "more costs almost nothing, and each place that stays empty is lost throughput, whether it "
-            "is computed or not."
-        )
-    else:
-        text += "Larger batches pay here, as they do on a GPU: places that stay empty are lost throughput."
-    return "What a larger batch is worth", text
+    why = said(WORDS["explain"]["batching"]["little" if gain < 1.5 else "much"])
+    return _explained("batching", listed=listed, low=low, high=high, gain=gain, why=why)
 
 
-def _latency(report: Report) -> tuple[str, str] | None:
-    rung = report.comparison.control_rung or ""
-    pair = report.figures.get((CONTROL, rung)), report.figures.get((SUBJECT, rung))
-    if pair[0] is None or pair[1] is None:
+def _latency(report: LadderReport) -> tuple[str, str] | None:
+    control, subject = report.compared(report.comparison.control_rung)
+    if control is None or subject is None:
         return None
-    told = []
-    for arm, one in ((CONTROL, pair[0]), (SUBJECT, pair[1])):
-        told.append(
-            f"{ARMS[arm].title}: end to end {words.three(one.e2e)}, of which in the queue "
-            f"{words.three(one.queue)} (P50 / P90 / P99; {one.e2e.count} requests)"
-        )
-    text = f"At {pair[0].rate_per_s:.2f} requests per second, {'; '.join(told)}. "
-    if pair[0].e2e.count < needed(0.99) or pair[1].e2e.count < needed(0.99):
-        text += f"There were fewer than {needed(0.99)} requests, so no P99 is told. "
-    text += (
-        "In the control a request waits for the batch under way to end and for its own to fill, then for "
-        "the longest of its batch before the places are free again. The capacity is the throughput of "
-        "whole batches less a tenth; nearer to it the control's queue would be longer, and the ratios "
-        "would look better."
-    )
-    return "Latency", text
+    few = min(control.e2e.count, subject.e2e.count) < needed(0.99)
+    p99 = f"There were fewer than {needed(0.99)} requests, so no P99 is told. " if few else ""
+    arms = f"{_waits(control)}; {_waits(subject)}"
+    return _explained("latency", rate=control.rate_per_s, arms=arms, p99=p99)
 
 
-def _memory(report: Report) -> tuple[str, str] | None:
-    paged, static = _top(report, SUBJECT), _top(report, CONTROL)
+def _waits(one: Figures) -> str:
+    ends = f"end to end {three(one.e2e)}, of which in the queue {three(one.queue)}"
+    return f"{ARMS[one.arm].title}: {ends} (P50 / P90 / P99; {one.e2e.count} requests)"
+
+
+def _memory(report: LadderReport) -> tuple[str, str] | None:
+    static, paged = report.compared(report.comparison.saturated_rung)
     if paged is None or static is None:
         return None
-    config = report.measured.config
-    return "KV memory", (
-        f"Saturated, {words.share(paged.kv_written_waited)} of all slots of the paged pool are written: "
-        f"{words.share(paged.kv_active)} are taken, of which {words.share(paged.internal)} are the "
-        f"unwritten ends of last blocks ({config.block_size} tokens each). Of the control's, "
-        f"{words.share(static.kv_written_waited)} are written: {words.share(static.kv_active)} are "
-        f"reserved, of which {words.share(static.internal)} wait for tokens that have not been generated "
-        f"yet, and the rows of {static.running:.0f} requests on average, finished ones included, are all "
-        "that a batch holds. The articles put their 46% down to every request being padded to the "
-        "greatest length. Here each reservation is exact, since a request's length is known from the "
-        "trace: the control is better off than it would be in service."
+    return _explained(
+        "memory",
+        paged_written=share(paged.kv_written_waited),
+        paged_taken=share(paged.kv_active),
+        paged_unwritten=share(paged.internal),
+        block_size=report.measured.config.block_size,
+        static_written=share(static.kv_written_waited),
+        static_taken=share(static.kv_active),
+        static_unwritten=share(static.internal),
+        rows=static.running,
     )
-
-
-def arm_lines(report: Report) -> Iterator[tuple[str, str, str]]:
-    """Yield (title, capacity in requests per second, settings) of each arm."""
-    found = report.measured.found
-    for name in report.measured.config.arms:
-        arm = ARMS[name]
-        capacity = f"{found.capacities[name]:.2f}" if found and name in found.capacities else words.MISSING
-        settings = ""
-        if arm.static and found and name in found.static:
-            static = found.static[name]
-            settings = f"batches of {static.batch_size}, timeout {static.timeout_s:g} s"
-        yield arm.title, capacity, settings

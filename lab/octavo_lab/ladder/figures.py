@@ -6,17 +6,17 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Final
 
 from octavo_lab.ladder.cells import CellResult
 from octavo_lab.ladder.config import LadderConfig
-from octavo_lab.ladder.watch import Sample, series_to_json
+from octavo_lab.ladder.watch import series_to_json
 from octavo_lab.load.records import Outcome, RequestMeasurement
 from octavo_lab.load.statistics import Interval, mean_interval, needed, quantile_interval
-from octavo_lab.load.summary import Summary, summarize
+from octavo_lab.load.summary import summarize
 from octavo_lab.serve.plan import parse_slo
 
 QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -108,11 +108,12 @@ def figures_of(results: Sequence[CellResult], config: LadderConfig) -> Figures:
     slo = parse_slo(config.slo)
     summaries = [summarize(result.run, slo) for result in results]
     measured = [one for result in results for one in result.run.measured]
-    everything = [sample for result in results for sample in result.within_window()]
+    samples = [sample for result in results for sample in result.within_window()]
     first = results[0].cell
+    waited = [sample for sample in samples if sample.waiting > 0]
     tokens = [one.output_tokens_per_s for one in summaries]
-    waited = [sample for sample in everything if sample.waiting > 0]
     rate = mean_interval(tokens)
+    busy_s = (result.run.generator.cpu_s / max(result.run.ended_s, 1e-9) for result in results)
     return Figures(
         arm=first.arm,
         rung=first.rung,
@@ -120,99 +121,83 @@ def figures_of(results: Sequence[CellResult], config: LadderConfig) -> Figures:
         repeats=len(results),
         window_s=sum(result.run.window_s for result in results),
         requests=len(measured),
-        outcomes=_summed(summaries, lambda one: one.outcomes),
-        reasons=_summed(summaries, lambda one: one.reasons),
+        outcomes=_summed(one.outcomes for one in summaries),
+        reasons=_summed(one.reasons for one in summaries),
         e2e=latency(measured, lambda one: one.e2e_s, with_cdf=True),
         ttft=latency(measured, lambda one: one.ttft_s, with_cdf=True),
-        tpot=_of_answered(measured, lambda one: one.tpot_s),
+        tpot=latency(measured, lambda one: one.tpot_s, of_all=False),
         itl=_gaps(measured),
-        queue=_of_answered(measured, lambda one: one.queue_s),
+        queue=latency(measured, lambda one: one.queue_s, of_all=False),
         queue_by_bucket=_by_bucket(measured, config.bucket_bounds),
         tokens_per_s=rate,
         requests_per_s=mean_interval([one.requests_per_s for one in summaries]),
         goodput_per_s=mean_interval([one.goodput_per_s for one in summaries]),
         good_share=sum(one.good_share * one.requests for one in summaries) / max(1, len(measured)),
-        tokens_per_s_by_repeat={
-            result.cell.repeat: rate for result, rate in zip(results, tokens, strict=True)
-        },
-        kv_written=mean_interval([_mean(one.within_window(), lambda at: at.written) for one in results]),
-        kv_written_waited=_mean(waited, lambda one: one.written) if waited else None,
-        kv_active=_mean(everything, lambda one: one.active),
-        kv_cached=_mean(everything, lambda one: one.cached),
-        internal=_mean([one for one in everything if one.active], lambda one: one.internal),
-        external=_mean([one for one in everything if one.active < 1], lambda one: one.external),
-        running=_mean(everything, lambda one: one.running),
-        host_bytes=max((sample.host_bytes for sample in everything), default=0),
-        device_bytes=max(
-            (one.device_bytes for one in everything if one.device_bytes is not None), default=None
-        ),
+        tokens_per_s_by_repeat=dict(zip((one.cell.repeat for one in results), tokens, strict=True)),
+        kv_written=mean_interval([_mean(at.written for at in one.within_window()) for one in results]),
+        kv_written_waited=_mean(at.written for at in waited) if waited else None,
+        kv_active=_mean(at.active for at in samples),
+        kv_cached=_mean(at.cached for at in samples),
+        internal=_mean(at.internal for at in samples if at.active),
+        external=_mean(at.external for at in samples if at.active < 1),
+        running=_mean(at.running for at in samples),
+        host_bytes=max((at.host_bytes for at in samples), default=0),
+        device_bytes=max((at.device_bytes for at in samples if at.device_bytes is not None), default=None),
         preemptions=sum(one.preemptions or 0 for one in measured),
         cached_share=_cached_share(measured),
         cost_per_1k_tokens=config.price_per_hour / 3600 / rate.value * 1000 if rate.value > 0 else None,
         late_sends=sum(one.late_sends for one in summaries),
         max_lateness_s=max((one.lateness_s for one in measured), default=0.0),
-        generator_cpu_share=fmean(
-            result.run.generator.cpu_s / max(result.run.ended_s, 1e-9) for result in results
-        ),
-        series=series_to_json(_thinned(results[0].samples)),
+        generator_cpu_share=fmean(busy_s),
+        series=series_to_json(results[0].samples[:: math.ceil(len(results[0].samples) / SERIES_POINTS) or 1]),
     )
 
 
 def latency(
-    requests: Sequence[RequestMeasurement],
+    requests: Iterable[RequestMeasurement],
     value: Callable[[RequestMeasurement], float | None],
     *,
+    of_all: bool = True,
     with_cdf: bool = False,
 ) -> Latency:
     """Return a latency over all requests; those that were not answered count as slower than all others.
 
-    Otherwise an arm that refuses, or keeps waiting, whom it cannot serve would look faster for it.
+    Otherwise an arm that refuses, or keeps waiting, whom it cannot serve would look faster for it. What
+    says nothing of the whole, such as a gap, is told of those answered alone (`of_all` false).
     """
-    answered: list[float] = []
-    for one in requests:
-        took = value(one) if one.outcome is Outcome.OK else None
-        if took is not None:
-            answered.append(took)
-    return _latency(sorted(answered), len(requests) - len(answered), with_cdf=with_cdf)
+    values = [value(one) if one.outcome is Outcome.OK else None for one in requests]
+    answered = sorted(one for one in values if one is not None)
+    return _latency(answered, len(values) - len(answered) if of_all else 0, with_cdf=with_cdf)
 
 
 def _latency(
     answered: Sequence[float], unanswered: int, *, independent: int | None = None, with_cdf: bool = False
 ) -> Latency:
     count = len(answered) + unanswered
-    quantiles = {
-        name: _quantile(answered, unanswered, at, count if independent is None else independent)
-        for name, at in QUANTILES.items()
-    }
+    quantiles = {name: _quantile(answered, unanswered, at, independent) for name, at in QUANTILES.items()}
     cdf: tuple[float, ...] = ()
     if with_cdf and answered:
-        places = [(count - 1) * step / CDF_POINTS for step in range(CDF_POINTS + 1)]
-        cdf = tuple(round(answered[round(place)], 4) for place in places if round(place) < len(answered))
+        places = [round((count - 1) * step / CDF_POINTS) for step in range(CDF_POINTS + 1)]
+        cdf = tuple(round(answered[place], 4) for place in places if place < len(answered))
     return Latency(count, unanswered, fmean(answered) if answered else None, **quantiles, cdf_s=cdf)
 
 
-def _quantile(answered: Sequence[float], unanswered: int, at: float, independent: int) -> Quantile:
+def _quantile(answered: Sequence[float], unanswered: int, at: float, independent: int | None) -> Quantile:
+    """Return a quantile of sorted values; `independent` is their number where they depend on each other."""
     count = len(answered) + unanswered
-    if independent < needed(at):
-        return Quantile(independent)
+    told = count if independent is None else independent
+    if told < needed(at):
+        return Quantile(told)
     if math.ceil((count - 1) * at) >= len(answered):
-        return Quantile(independent, over_s=answered[-1] if answered else 0.0)
+        return Quantile(told, over_s=answered[-1] if answered else 0.0)
     # Any value beyond the largest stands for those without an answer: ranks are all that matters.
     beyond = answered[-1] + 1.0
     found = quantile_interval([*answered, *[beyond] * unanswered], at)
     assert found is not None
-    high = None if found.high is not None and found.high >= beyond and unanswered else found.high
-    if independent < count:
+    if told < count:
         # The gaps of one request are not independent of each other: no interval can be had this way.
-        return Quantile(independent, Interval(found.value, None, None))
-    return Quantile(independent, Interval(found.value, found.low, high))
-
-
-def _of_answered(
-    requests: Iterable[RequestMeasurement], value: Callable[[RequestMeasurement], float | None]
-) -> Latency:
-    values = (value(one) for one in requests if one.outcome is Outcome.OK)
-    return _latency(sorted(one for one in values if one is not None), 0)
+        return Quantile(told, Interval(found.value, None, None))
+    return Quantile(told, replace(found, high=None) if unanswered and found.high == beyond else found)
 
 
 def _gaps(requests: Iterable[RequestMeasurement]) -> Latency:
@@ -220,40 +205,26 @@ def _gaps(requests: Iterable[RequestMeasurement]) -> Latency:
     return _latency(sorted(gap for one in done for gap in one.gaps_s), 0, independent=len(done))
 
 
-def bucket_names(bounds: Sequence[int]) -> list[str]:
-    """Return the length buckets in words."""
-    if not bounds:
-        return ["any length"]
-    between = [f"{low + 1} to {high}" for low, high in itertools.pairwise(bounds)]
-    return [f"up to {bounds[0]}", *between, f"over {bounds[-1]}"]
-
-
 def _by_bucket(requests: Iterable[RequestMeasurement], bounds: Sequence[int]) -> dict[str, Latency]:
-    names = bucket_names(bounds)
+    between = [f"{low + 1} to {high}" for low, high in itertools.pairwise(bounds)]
+    names = [f"up to {bounds[0]}", *between, f"over {bounds[-1]}"] if bounds else ["any length"]
     parts: dict[str, list[RequestMeasurement]] = {name: [] for name in names}
     for one in requests:
         tokens = one.offered.prompt_tokens if one.prompt_tokens is None else one.prompt_tokens
         parts[names[bisect.bisect_left(bounds, tokens)]].append(one)
-    return {name: _of_answered(part, lambda one: one.queue_s) for name, part in parts.items()}
+    return {name: latency(part, lambda one: one.queue_s, of_all=False) for name, part in parts.items()}
 
 
-def _summed(summaries: Iterable[Summary], what: Callable[[Summary], Any]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for one in summaries:
-        total.update(what(one))
-    return {name: count for name, count in total.items() if count}
+def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    return dict(+sum(map(Counter, counts), Counter[str]()))
 
 
-def _mean(samples: Sequence[Sample], value: Callable[[Sample], float]) -> float:
-    return fmean(map(value, samples)) if samples else 0.0
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return fmean(known) if known else 0.0
 
 
 def _cached_share(requests: Iterable[RequestMeasurement]) -> float | None:
     told = [one for one in requests if one.cached_tokens is not None and one.prompt_tokens]
     tokens = sum(one.prompt_tokens or 0 for one in told)
     return sum(one.cached_tokens or 0 for one in told) / tokens if tokens else None
-
-
-def _thinned(samples: Sequence[Sample]) -> list[Sample]:
-    step = max(1, math.ceil(len(samples) / SERIES_POINTS))
-    return list(samples[::step])

@@ -1,16 +1,4 @@
-"""How the time of a ladder is spent, decided before the first cell runs.
-
-Each cell gets a warm-up, a window that counts, and time to drain. What is left of the budget after tuning
-and search is shared out so:
-
-1. The two arms that are compared (`SUBJECT` and `CONTROL`) get, at the control's capacity, windows in
-   which enough requests come for a P99, if that takes at most `COMPARED_SHARE` of the time.
-2. All other cells share what is left: the two arms twice as much as the others, and light loads, which bring
-   fewer requests, more than heavy ones (by the root of the rate). At the highest rung no window is shorter
-   than `SATURATED_BATCHES` of the longest batches of a static arm, as far as the others can spare the time:
-   a part of a batch is no rate.
-3. When the windows of the others would be shorter than `MIN_WINDOW_S`, there are fewer repeats, down to two.
-4. When that is not enough, the windows are `MIN_WINDOW_S` long and the budget is exceeded; the plan says so.
+"""How the time of a ladder is spent, decided before the first cell: docs/ladder.md, "What a budget does".
 
 Nothing is ever made up for: a percentile that wants more requests than came is printed as missing.
 """
@@ -18,11 +6,12 @@ Nothing is ever made up for: a percentile that wants more requests than came is 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from octavo_lab.ladder.config import LadderConfig
+from octavo_lab.ladder.arms import ARMS, CONTROL
+from octavo_lab.ladder.config import BASELINE, BEST, BEST_STATIC, MIDDLE, OVERLOAD, LadderConfig
 from octavo_lab.load.statistics import needed
 
 MIN_WINDOW_S: Final = 5.0
@@ -45,7 +34,7 @@ _Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class LadderCell:
     """One run of one arm at one rate."""
 
     arm: str
@@ -69,7 +58,7 @@ class Cell:
 class CellPlan:
     """All cells, in the order in which they run."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[LadderCell, ...]
     repeats: int
     expected_s: float
     notes: tuple[str, ...]
@@ -88,65 +77,99 @@ class Loads:
     longest_batch_s: float = 0.0
     """Of the static arms, in the batch size that each is tuned to."""
 
+    @property
+    def top(self) -> str:
+        """The heaviest rung."""
+        return max(self.rungs, key=self.rungs.__getitem__)
+
+    @property
+    def saturated_s(self) -> float:
+        """Least window at the top that tells a rate of a static arm."""
+        return SATURATED_BATCHES * self.longest_batch_s
+
+    def least_s(self, rung: str) -> float:
+        """Return the shortest window of a rung."""
+        return max(MIN_WINDOW_S, self.saturated_s if rung == self.top else 0.0)
+
+    def most_s(self, rung: str, repeats: int) -> float:
+        """Return the longest; beyond what a P99 wants, longer windows add little."""
+        return max(self.least_s(rung), 2 * SPARE * needed(0.99) / (repeats * self.rungs[rung]))
+
+
+def loads_of(config: LadderConfig, capacities: Mapping[str, float], longest_batch_s: float = 0.0) -> Loads:
+    """Return the rungs that follow from the arms' capacities.
+
+    The middle is the control's capacity, unless the control is itself (nearly) the best static arm: then
+    it is halfway between the baseline and that.
+    """
+    best = max(capacities.values())
+    best_static = max((rate for arm, rate in capacities.items() if ARMS[arm].static), default=best)
+    own = capacities.get(CONTROL, best_static)
+    middle, control_rung = own, MIDDLE
+    if own > 0.95 * best_static and BEST_STATIC in config.rungs:
+        middle, control_rung = (own / 2 + best_static) / 2, BEST_STATIC
+    rates = {BASELINE: own / 2, MIDDLE: middle, BEST_STATIC: best_static, BEST: best, OVERLOAD: 1.5 * best}
+    rungs = {name: rates[name] for name in config.rungs}
+    return Loads(dict(capacities), rungs, control_rung, longest_batch_s)
+
 
 def plan_cells(config: LadderConfig, loads: Loads, available_s: float) -> CellPlan:
     """Return the cells that fit into the time, and what they had to give up for it."""
     repeats = max(1, config.repeats)
-    notes: list[str] = []
     while True:
         windows, scarce = _windows(config, loads, available_s, repeats)
         if not scarce or repeats <= MIN_REPEATS:
             break
         repeats -= 1
-    if repeats < config.repeats:
-        notes.append(f"{repeats} repeats instead of {config.repeats}, so that windows are not too short")
-    wanted = needed(0.99)
-    for arm in config.full_arms:
-        if loads.control_rung in config.rungs:
-            offered = repeats * windows[arm, loads.control_rung] * loads.rungs[loads.control_rung]
-            if offered < wanted:
-                notes.append(
-                    f"about {offered:.0f} requests for {arm} at the control's capacity: no P99, "
-                    f"which wants {wanted}"
-                )
-    short = [arm for arm in config.arms if windows[arm, _top(loads)] < _saturated_s(loads)]
-    if short:
-        notes.append(
-            f"windows at the highest rung are shorter than {SATURATED_BATCHES} of the longest batches "
-            f"({_saturated_s(loads):.0f} s): {', '.join(short)}"
-        )
     cells = _in_order(config, loads, windows, repeats)
-    expected = sum(cell.warm_up_s + cell.window_s + DRAIN_S for cell in cells)
-    if expected > available_s + 1:
-        notes.append(
-            f"about {expected - available_s:.0f} s longer than the budget: windows have a least length"
+    expected_s = sum(cell.warm_up_s + cell.window_s + DRAIN_S for cell in cells)
+    notes = list(_given_up(config, loads, windows, repeats))
+    if expected_s > available_s + 1:
+        late_s = expected_s - available_s
+        notes.append(f"about {late_s:.0f} s longer than the budget: windows have a least length")
+    return CellPlan(tuple(cells), repeats, expected_s, tuple(notes))
+
+
+def _given_up(
+    config: LadderConfig, loads: Loads, windows: Mapping[_Key, float], repeats: int
+) -> Iterator[str]:
+    if repeats < config.repeats:
+        yield f"{repeats} repeats instead of {config.repeats}, so that windows are not too short"
+    rung, wanted = loads.control_rung, needed(0.99)
+    for arm in config.full_arms if rung in config.rungs else ():
+        offered = repeats * windows[arm, rung] * loads.rungs[rung]
+        if offered < wanted:
+            told = f"about {offered:.0f} requests for {arm} at the control's capacity"
+            yield f"{told}: no P99, which wants {wanted}"
+    short = [arm for arm in config.arms if windows[arm, loads.top] < loads.saturated_s]
+    if short:
+        yield (
+            f"windows at the highest rung are shorter than {SATURATED_BATCHES} of the longest batches "
+            f"({loads.saturated_s:.0f} s): {', '.join(short)}"
         )
-    return CellPlan(tuple(cells), repeats, expected, tuple(notes))
 
 
 def _windows(
     config: LadderConfig, loads: Loads, available_s: float, repeats: int
-) -> tuple[dict[tuple[str, str], float], bool]:
+) -> tuple[dict[_Key, float], bool]:
     """Return the window of each arm at each rung, and whether the others' are shorter than they should be."""
     keys = [(arm, rung) for rung in config.rungs for arm in config.arms]
     compared = [key for key in keys if key[0] in config.full_arms and key[1] == loads.control_rung]
     time_s = available_s - repeats * sum(config.warm_up_of(rung) + DRAIN_S for _, rung in keys)
-    windows: dict[tuple[str, str], float] = {}
+    windows: dict[_Key, float] = {}
     if compared:
         enough = SPARE * needed(0.99) / (repeats * loads.rungs[loads.control_rung])
         most = COMPARED_SHARE * time_s / (repeats * len(compared))
-        for key in compared:
-            windows[key] = max(MIN_WINDOW_S, min(enough, most))
+        windows = dict.fromkeys(compared, max(MIN_WINDOW_S, min(enough, most)))
     others = [key for key in keys if key not in windows]
     left = time_s - repeats * sum(windows.values())
     shares = {
         key: (2.0 if key[0] in config.full_arms else 1.0) / loads.rungs[key[1]] ** 0.5 for key in others
     }
-    least = {key: _least(loads, key[1]) for key in others}
+    least = {key: loads.least_s(key[1]) for key in others}
     scarce = any(left * share / (repeats * sum(shares.values())) < MIN_WINDOW_S for share in shares.values())
     windows |= _shared(left / repeats, shares, least)
-    # Beyond what a P99 wants, longer windows add little.
-    return {key: min(value, _most(loads, key[1], repeats)) for key, value in windows.items()}, scarce
+    return {key: min(value, loads.most_s(key[1], repeats)) for key, value in windows.items()}, scarce
 
 
 def _shared(time_s: float, shares: Mapping[_Key, float], least_s: Mapping[_Key, float]) -> dict[_Key, float]:
@@ -170,25 +193,9 @@ def _shared(time_s: float, shares: Mapping[_Key, float], least_s: Mapping[_Key, 
         open_keys -= below
 
 
-def _top(loads: Loads) -> str:
-    return max(loads.rungs, key=lambda rung: loads.rungs[rung])
-
-
-def _saturated_s(loads: Loads) -> float:
-    return SATURATED_BATCHES * loads.longest_batch_s
-
-
-def _least(loads: Loads, rung: str) -> float:
-    return max(MIN_WINDOW_S, _saturated_s(loads) if rung == _top(loads) else 0.0)
-
-
-def _most(loads: Loads, rung: str, repeats: int) -> float:
-    return max(_least(loads, rung), 2 * SPARE * needed(0.99) / (repeats * loads.rungs[rung]))
-
-
 def _in_order(
-    config: LadderConfig, loads: Loads, windows: Mapping[tuple[str, str], float], repeats: int
-) -> list[Cell]:
+    config: LadderConfig, loads: Loads, windows: Mapping[_Key, float], repeats: int
+) -> list[LadderCell]:
     """Interleave the arms: at each rung of each repeat, every arm once, in an order drawn anew."""
     cells = []
     for repeat in range(repeats):
@@ -200,55 +207,7 @@ def _in_order(
                 keeps_up = rate <= 1.01 * loads.capacities[arm]
                 drain_s = LONGEST_DRAIN_S if keeps_up else CUT_DRAIN_S
                 warm_up_s = config.warm_up_of(rung)
-                cells.append(Cell(arm, rung, repeat, rate, warm_up_s, windows[arm, rung], drain_s, seed))
+                cells.append(
+                    LadderCell(arm, rung, repeat, rate, warm_up_s, windows[arm, rung], drain_s, seed)
+                )
     return cells
-
-
-def loads_of(
-    config: LadderConfig,
-    capacities: Mapping[str, float],
-    static: Sequence[str],
-    control: str,
-    longest_batch_s: float = 0.0,
-) -> Loads:
-    """Return the rungs that follow from the arms' capacities.
-
-    The middle is the control's capacity, unless the control is itself (nearly) the best static arm: then
-    it is halfway between the baseline and that.
-    """
-    best_static = max((capacities[arm] for arm in static), default=max(capacities.values()))
-    best = max(capacities.values())
-    own = capacities.get(control, best_static)
-    baseline = own / 2
-    middle, control_rung = own, "middle"
-    if own > 0.95 * best_static and "best-static" in config.rungs:
-        middle, control_rung = (baseline + best_static) / 2, "best-static"
-    rungs = {
-        "baseline": baseline,
-        "middle": middle,
-        "best-static": best_static,
-        "best": best,
-        "overload": 1.5 * best,
-    }
-    rates = {name: rungs[name] for name in config.rungs}
-    return Loads(dict(capacities), rates, control_rung, longest_batch_s)
-
-
-def plan_to_json(plan: CellPlan) -> dict[str, Any]:
-    """Return a plan as plain values."""
-    return {
-        "repeats": plan.repeats,
-        "expected_s": plan.expected_s,
-        "notes": list(plan.notes),
-        "cells": [{name: getattr(cell, name) for name in Cell.__dataclass_fields__} for cell in plan.cells],
-    }
-
-
-def plan_from_json(record: Mapping[str, Any]) -> CellPlan:
-    """Return the plan of its plain values."""
-    return CellPlan(
-        tuple(Cell(**cell) for cell in record["cells"]),
-        record["repeats"],
-        record["expected_s"],
-        tuple(record["notes"]),
-    )

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final
 
-from octavo_lab.ladder.arms import ARMS, StaticSettings
-from octavo_lab.ladder.cells import CellResult, write_whole
-from octavo_lab.ladder.compare import Comparison, Step, compare, comparison_to_json, steps
+from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT, StaticSettings
+from octavo_lab.ladder.cells import CellResult
+from octavo_lab.ladder.compare import ARTICLES, Change, LadderComparison, changes, compare
 from octavo_lab.ladder.config import RUNGS
-from octavo_lab.ladder.experiment import Measured
+from octavo_lab.ladder.experiment import Measurements
 from octavo_lab.ladder.figures import Figures, figures_of
-from octavo_lab.ladder.plan import CellPlan, plan_to_json
-from octavo_lab.ladder.search import Found, found_to_json
 
 FORMAT: Final = 1
 KIND: Final = "octavo-ladder"
@@ -24,13 +20,14 @@ _DIGITS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LadderReport:
     """Everything that is told."""
 
-    measured: Measured
+    measured: Measurements
     figures: dict[tuple[str, str], Figures]
-    comparison: Comparison
-    steps: list[Step]
+    """By arm and rung."""
+    comparison: LadderComparison
+    changes: list[Change]
     ended_at: str
 
     @property
@@ -48,103 +45,73 @@ class Report:
     def rows(self) -> Iterator[Figures]:
         """Yield the figures by rung, then by arm."""
         for rung in self.rungs:
-            for arm in self.arms:
-                if (arm, rung) in self.figures:
-                    yield self.figures[arm, rung]
+            yield from self.at(rung)
+
+    def at(self, rung: str | None) -> list[Figures]:
+        """Return the figures at a rung, by arm."""
+        return [self.figures[arm, rung] for arm in self.arms if rung and (arm, rung) in self.figures]
+
+    def compared(self, rung: str | None) -> tuple[Figures | None, Figures | None]:
+        """Return the figures of control and subject at a rung."""
+        return self.figures.get((CONTROL, rung or "")), self.figures.get((SUBJECT, rung or ""))
 
 
-def make_report(measured: Measured) -> Report:
+def make_report(measured: Measurements) -> LadderReport:
     """Compute the figures of an experiment, whole or partial."""
     groups: dict[tuple[str, str], list[CellResult]] = {}
     for result in sorted(measured.results, key=lambda one: one.cell.repeat):
         if result.run.measured:
             groups.setdefault((result.cell.arm, result.cell.rung), []).append(result)
     figures = {key: figures_of(results, measured.config) for key, results in groups.items()}
-    loads = measured.loads
-    reached = {
-        rung: rate
-        for rung, rate in (loads.rungs if loads else {}).items()
-        if any(r == rung for _, r in figures)
-    }
+    loads, measured_rungs = measured.loads, {rung for _, rung in figures}
+    reached = {rung: rate for rung, rate in (loads.rungs if loads else {}).items() if rung in measured_rungs}
     comparison = compare(figures, reached, loads.control_rung if loads else None)
     ended_at = datetime.now(UTC).isoformat(timespec="seconds")
-    return Report(measured, figures, comparison, steps(figures, comparison.saturated_rung), ended_at)
+    return LadderReport(measured, figures, comparison, changes(figures, comparison.saturated_rung), ended_at)
 
 
-def to_json(report: Report) -> dict[str, Any]:
-    """Return the whole report as plain values."""
-    measured = report.measured
-    return {
-        "format": FORMAT,
-        "kind": KIND,
-        "partial": measured.partial,
-        "started_at": measured.started_at,
-        "ended_at": report.ended_at,
-        "environments": measured.environments,
-        "config": measured.config.to_json(),
-        "dataset": measured.dataset,
-        "arms": {name: _arm(name, measured) for name in measured.config.arms},
-        "search": None if measured.found is None else found_to_json(measured.found),
-        "loads": None if measured.loads is None else asdict(measured.loads),
-        "rungs": {name: RUNGS[name] for name in report.rungs},
-        "failures": list(measured.failures),
-        "plan": None if measured.plan is None else _plan(measured.plan),
-        "comparison": comparison_to_json(report.comparison),
-        "steps": [asdict(step) for step in report.steps],
-        "figures": [asdict(row) for row in report.rows()],
-    }
-
-
-def _arm(name: str, measured: Measured) -> dict[str, Any]:
-    arm, config = ARMS[name], measured.config
-    found: Found | None = measured.found
-    static = found.static.get(name, StaticSettings()) if found else StaticSettings()
-    return {
-        "title": arm.title,
-        "worker_args": [*config.worker_args(), *arm.worker_args(), *config.extra_worker_args],
-        "scheduler_args": [
-            *config.scheduler_args(),
-            *arm.scheduler_args(static, config.bucket_bounds),
-            *config.extra_scheduler_args,
-        ],
-    }
-
-
-def _plan(plan: CellPlan) -> dict[str, Any]:
-    record = plan_to_json(plan)
-    del record["cells"]
+def to_json(report: LadderReport) -> dict[str, Any]:
+    """Return the whole report as plain values, with as many digits as numbers mean."""
+    measured, head = report.measured, report.measured.head
+    plan = None if measured.plan is None else asdict(measured.plan)
+    if plan is not None:
+        del plan["cells"]
+    record: dict[str, Any] = _rounded(
+        {
+            "format": FORMAT,
+            "kind": KIND,
+            "partial": measured.partial,
+            "started_at": head.started_at,
+            "ended_at": report.ended_at,
+            "environments": head.environments,
+            "config": asdict(head.config),
+            "dataset": head.dataset,
+            "arms": {name: _arm(name, measured) for name in head.config.arms},
+            "search": None if measured.found is None else asdict(measured.found),
+            "loads": None if measured.loads is None else asdict(measured.loads),
+            "rungs": {name: RUNGS[name] for name in report.rungs},
+            "failures": head.failures,
+            "plan": plan,
+            "comparison": {**asdict(report.comparison), "articles": ARTICLES},
+            "steps": [asdict(one) for one in report.changes],
+            "figures": [asdict(row) for row in report.rows()],
+        }
+    )
     return record
 
 
-def write(report: Report, folder: Path) -> list[Path]:
-    """Write report.json, report.md and report.html; return their paths.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    from octavo_lab.ladder.html import as_html  # noqa: PLC0415 # matplotlib is slow to import
-    from octavo_lab.ladder.markdown import as_markdown  # noqa: PLC0415 # matplotlib is slow to import
-
-    folder.mkdir(parents=True, exist_ok=True)
-    # JSON first: it needs nothing but the figures, and the pages can be made from the folder again.
-    made: dict[str, Callable[[], str]] = {
-        "report.json": lambda: json.dumps(_plain(to_json(report)), separators=(",", ":")) + "\n",
-        "report.md": lambda: as_markdown(report),
-        "report.html": lambda: as_html(report),
+def _arm(name: str, measured: Measurements) -> dict[str, Any]:
+    static = measured.found.static.get(name) if measured.found else None
+    return {
+        "title": ARMS[name].title,
+        "worker_args": measured.config.worker_args(ARMS[name]),
+        "scheduler_args": measured.config.scheduler_args(ARMS[name], static or StaticSettings()),
     }
-    for name, make in made.items():
-        write_whole(folder / name, make())
-    return [folder / name for name in made]
 
 
-def _plain(value: Any) -> Any:
-    """Return plain values with numbers that have as many digits as they mean."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.{_DIGITS}g}")
-    return value
+        return [_rounded(item) for item in value]
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value

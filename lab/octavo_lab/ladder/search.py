@@ -1,35 +1,28 @@
-"""Tunes the static arms and finds what each arm can serve, before the rungs are set.
+"""Tunes the static arms and finds what each arm can serve: docs/ladder.md, "Tuning and capacities".
 
 The capacity of an arm is its throughput when there is always somebody waiting, less `MARGIN`: an open loop
 at the full rate of a server has a queue without bound, however good the server is.
-
-1. Each static arm gets the batch size with which it serves most when saturated (the smallest of those within
-   `TIE` of the best): the same requests with each size, enough for `BATCHES` whole batches of the largest.
-   Its timeout does not matter then.
-2. The control's batch sizes within `TIE` of its best (the best two, if more) are then run with each timeout
-   in an open loop at `TUNING_LOAD` of its capacity; the pair with the lowest mean latency wins. All static
-   arms take its timeout.
-3. A continuous arm gets `BURST` requests at once, of which it runs as many as it can hold. What counts is the
-   rate of answers from when a quarter of them has come until fewer are left than it would run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Final
 
 from octavo_lab.command import BenchError
 from octavo_lab.ladder.arms import ARMS, CONTROL, Arm, StaticSettings
-from octavo_lab.ladder.cells import Driver
+from octavo_lab.ladder.cells import LoadDriver
 from octavo_lab.ladder.config import LadderConfig
 from octavo_lab.ladder.stacks import ArmStacks
 from octavo_lab.load.records import Outcome, RequestMeasurement, RunRecord
 
 MARGIN: Final = 0.1
 TIE: Final = 0.03
+"""Batch sizes that are within this share of the best are as good as it; the smallest is taken."""
 TUNING_LOAD: Final = 0.7
+"""Share of the control's capacity at which its timeouts are compared."""
 BATCHES: Final = 3
 """Whole batches that a static arm serves in a probe, at least."""
 MIN_PROBE_REQUESTS: Final = 24
@@ -58,7 +51,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """What the search has found."""
 
     static: dict[str, StaticSettings]
@@ -73,11 +66,11 @@ class Found:
         return max((one.batch_size / self.capacities[name] for name, one in self.static.items()), default=0.0)
 
 
-class Search:
+class CapacitySearch:
     """Runs the search. What it finds is the caller's to keep."""
 
     def __init__(
-        self, config: LadderConfig, stacks: ArmStacks, driver: Driver, on_step: Callable[[str], None]
+        self, config: LadderConfig, stacks: ArmStacks, driver: LoadDriver, on_step: Callable[[str], None]
     ) -> None:
         self._config = config
         self._stacks = stacks
@@ -92,7 +85,7 @@ class Search:
         static = sum(ARMS[name].static for name in config.arms)
         return static * len(config.batch_sizes) + len(config.timeouts_s) + len(config.arms) - static
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Measure; return what was found."""
         config = self._config
         arms = [ARMS[name] for name in config.arms]
@@ -103,18 +96,15 @@ class Search:
             if arm.static:
                 sizes = self._batch_sizes(arm)
                 capacities[arm.name] = (1 - MARGIN) * max(sizes.values())
-                static[arm.name] = StaticSettings(batch_size=_smallest_of_the_best(sizes))
+                static[arm.name] = StaticSettings(batch_size=min(_ties(sizes)))
                 if arm.name == CONTROL:
                     static[arm.name] = self._timeout(arm, sizes, capacities[arm.name])
             else:
                 capacities[arm.name] = (1 - MARGIN) * self._burst(arm)
-        tuned = static.get(CONTROL)
-        if tuned is not None:
-            static = {
-                name: StaticSettings(batch_size=found.batch_size, timeout_s=tuned.timeout_s)
-                for name, found in static.items()
-            }
-        return Found(static, capacities, tuple(self._probes))
+        if CONTROL in static:
+            timeout_s = static[CONTROL].timeout_s
+            static = {name: replace(one, timeout_s=timeout_s) for name, one in static.items()}
+        return SearchResult(static, capacities, tuple(self._probes))
 
     def _batch_sizes(self, arm: Arm) -> dict[int, float]:
         """Return the throughput of a saturated static arm by batch size."""
@@ -122,40 +112,28 @@ class Search:
         count = _probe_requests(config, arm)
         for batch_size in config.batch_sizes:
             self._on_step(f"{arm.title}: batches of {batch_size}")
-            stack = self._stacks.use(
-                arm, StaticSettings(batch_size=batch_size, timeout_s=min(config.timeouts_s))
-            )
-            run = self._driver.saturate(stack, count, count, config.seed)
-            found[batch_size] = self._note(
-                arm, run, kind="saturated", concurrency=count, batch_size=batch_size
-            ).requests_per_s
+            settings = StaticSettings(batch_size=batch_size, timeout_s=min(config.timeouts_s))
+            run = self._driver.saturate(self._stacks.use(arm, settings), count, count, config.seed)
+            probe = self._note(arm, run, kind="saturated", concurrency=count, batch_size=batch_size)
+            found[batch_size] = probe.requests_per_s
         return found
 
     def _timeout(self, arm: Arm, sizes: dict[int, float], capacity: float) -> StaticSettings:
         """Return the pair of batch size and timeout with the lowest latency at a moderate load."""
         config = self._config
-        best = max(sizes.values())
         latencies = {}
         rate = TUNING_LOAD * capacity
         least, most = TUNING_REQUESTS
         count = min(most, max(least, round(rate * TUNING_SHARE * config.budget_s)))
-        ties = sorted(
-            (size for size, rate in sizes.items() if rate >= (1 - TIE) * best), key=sizes.__getitem__
-        )
-        for batch_size in ties[-TUNED_SIZES:]:
+        for batch_size in sorted(_ties(sizes), key=sizes.__getitem__)[-TUNED_SIZES:]:
             for timeout_s in config.timeouts_s:
                 self._on_step(f"{arm.title}: batches of {batch_size}, timeout {timeout_s:g} s")
                 settings = StaticSettings(batch_size=batch_size, timeout_s=timeout_s)
-                run = self._driver.offer(
-                    self._stacks.use(arm, settings),
-                    config.process(rate),
-                    count,
-                    config.seed + 1,
-                )
-                latencies[settings] = self._note(
-                    arm, run, kind="timeout", batch_size=batch_size, timeout_s=timeout_s
-                ).mean_e2e_s
-        return min(latencies, key=lambda settings: latencies[settings])
+                stack = self._stacks.use(arm, settings)
+                run = self._driver.offer(stack, config.process(rate), count, config.seed + 1)
+                probe = self._note(arm, run, kind="timeout", batch_size=batch_size, timeout_s=timeout_s)
+                latencies[settings] = probe.mean_e2e_s
+        return min(latencies, key=latencies.__getitem__)
 
     def _burst(self, arm: Arm) -> float:
         """Return the throughput of a continuous arm that has more than enough to do."""
@@ -203,24 +181,7 @@ def _throughput(answered: Sequence[RequestMeasurement], begin: float, tail: floa
     return (last - first) / took, sum(one.output_tokens for one in ends[first:last]) / took
 
 
-def _smallest_of_the_best(sizes: dict[int, float]) -> int:
+def _ties(sizes: dict[int, float]) -> list[int]:
+    """Return the batch sizes that are as good as the best."""
     best = max(sizes.values())
-    return min(size for size, rate in sizes.items() if rate >= (1 - TIE) * best)
-
-
-def found_to_json(found: Found) -> dict[str, Any]:
-    """Return what was found as plain values."""
-    return {
-        "static": {name: asdict(settings) for name, settings in found.static.items()},
-        "capacities": found.capacities,
-        "probes": [asdict(probe) for probe in found.probes],
-    }
-
-
-def found_from_json(record: dict[str, Any]) -> Found:
-    """Return what was found of its plain values."""
-    return Found(
-        {name: StaticSettings(**settings) for name, settings in record["static"].items()},
-        record["capacities"],
-        tuple(Probe(**probe) for probe in record["probes"]),
-    )
+    return [size for size, rate in sizes.items() if rate >= (1 - TIE) * best]

@@ -5,10 +5,8 @@ A stack that has nothing to do costs memory and no time, so that arms can take t
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import psutil
@@ -17,6 +15,7 @@ from octavo.stack import Stack, StackConfig, StackError
 from octavo_lab.command import BenchError
 from octavo_lab.ladder.arms import Arm, StaticSettings
 from octavo_lab.ladder.config import LadderConfig
+from octavo_lab.machine import tree_bytes
 
 _SPARE_BYTES: Final = 1 << 30
 """Memory that is left to the rest of the machine."""
@@ -33,8 +32,6 @@ class ArmStacks:
         self._on_event = on_event
         self._stacks: dict[str, tuple[Stack, tuple[str, ...]]] = {}
         self._stack_bytes = 0
-        self.started_s: list[float] = []
-        """How long each start took."""
 
     def use(self, arm: Arm, static: StaticSettings) -> Stack:
         """Return the stack of an arm, ready, with these settings.
@@ -42,9 +39,8 @@ class ArmStacks:
         Raises:
             BenchError: it does not start; the message has its own word why.
         """
-        wanted = self._scheduler_args(arm, static)
+        wanted = self._config.scheduler_args(arm, static)
         stack, current = self._stacks.pop(arm.name, (None, ()))
-        began = time.monotonic()
         try:
             if stack is not None and not all(child.alive for child in stack.children):
                 self._on_event(f"{arm.name}: a process had ended and is started again")
@@ -53,7 +49,6 @@ class ArmStacks:
             if stack is None:
                 self._make_room()
                 stack = self._start(arm, wanted)
-                self.started_s.append(time.monotonic() - began)
             elif current != wanted:
                 stack.restart_scheduler(wanted)
                 stack.wait_ready(self._config.ready_timeout_s)
@@ -78,19 +73,15 @@ class ArmStacks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _start(self, arm: Arm, scheduler_args: tuple[str, ...]) -> Stack:
-        config = self._config
+        config, folder = self._config, self._logs / arm.name
+        worker_args = config.worker_args(arm)
         stack = Stack(
             StackConfig(
-                model=config.model,
-                scheduler_args=scheduler_args,
-                worker_args=(*config.worker_args(), *arm.worker_args(), *config.extra_worker_args),
-                folder=self._logs / arm.name,
+                model=config.model, scheduler_args=scheduler_args, worker_args=worker_args, folder=folder
             )
         )
         try:
@@ -99,16 +90,9 @@ class ArmStacks:
         except BaseException:
             stack.stop()
             raise
-        self._stack_bytes = max(self._stack_bytes, resident_bytes(stack))
+        resident_bytes = sum(tree_bytes(child.process.pid) for child in stack.children)
+        self._stack_bytes = max(self._stack_bytes, resident_bytes)
         return stack
-
-    def _scheduler_args(self, arm: Arm, static: StaticSettings) -> tuple[str, ...]:
-        config = self._config
-        return (
-            *config.scheduler_args(),
-            *arm.scheduler_args(static, config.bucket_bounds),
-            *config.extra_scheduler_args,
-        )
 
     def _make_room(self) -> None:
         """End stacks, the least recently used first, until another one fits into memory."""
@@ -117,29 +101,3 @@ class ArmStacks:
             name = next(iter(self._stacks))
             self._stacks.pop(name)[0].stop()
             self._on_event(f"{name}: ended to make room in memory; it is started again when its turn comes")
-
-
-def resident_bytes(stack: Stack) -> int:
-    """Return the resident memory of all processes of a stack."""
-    return sum(map(tree_bytes, (child.process.pid for child in stack.children)))
-
-
-def tree_bytes(pid: int) -> int:
-    """Return the resident memory of a process and its children; 0 when it is gone."""
-    try:
-        root = psutil.Process(pid)
-        return sum(map(_rss, (root, *root.children(recursive=True))))
-    except psutil.NoSuchProcess:
-        return 0
-
-
-def _rss(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.NoSuchProcess:
-        return 0
-
-
-def worker_pids(stack: Stack) -> Iterable[int]:
-    """Return the processes that own the model and the KV memory."""
-    return [child.process.pid for child in stack.workers]

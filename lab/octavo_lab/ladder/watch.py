@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from octavo.aio import AsyncClient
-from octavo.errors import OctavoError
 from octavo.stack import Stack
 from octavo.status import Status
 
-from octavo_lab.ladder.stacks import tree_bytes, worker_pids
+from octavo_lab.load.watch import status_told
+from octavo_lab.machine import tree_bytes
 
 INTERVAL_S: Final = 0.25
 
@@ -52,15 +51,13 @@ def sample_of(status: Status, at_s: float, memory: tuple[int, int | None]) -> Sa
     workers = [worker for worker in status.workers if worker.pool.total]
     if not workers:
         return None
-    blocks = sum(worker.pool.total for worker in workers)
-    active = sum(worker.pool.active for worker in workers)
-    written = sum(worker.pool.active * (1 - worker.pool.internal_fragmentation) for worker in workers)
-    step_active = sum(worker.pool.step_active for worker in workers)
-    step_written = sum(
-        worker.pool.step_active * (1 - worker.pool.step_internal_fragmentation) for worker in workers
-    )
-    free = sum(worker.pool.free for worker in workers)
-    runs = sum(worker.pool.free * (1 - worker.pool.external_fragmentation) for worker in workers)
+    pools = [worker.pool for worker in workers]
+    blocks = sum(pool.total for pool in pools)
+    active = sum(pool.active for pool in pools)
+    written = sum(pool.active * (1 - pool.internal_fragmentation) for pool in pools)
+    step_written = sum(pool.step_active * (1 - pool.step_internal_fragmentation) for pool in pools)
+    free = sum(pool.free for pool in pools)
+    runs = sum(pool.free * (1 - pool.external_fragmentation) for pool in pools)
     return Sample(
         at_s=at_s,
         steps=sum(worker.steps for worker in workers),
@@ -68,13 +65,13 @@ def sample_of(status: Status, at_s: float, memory: tuple[int, int | None]) -> Sa
         waiting=sum(queue.waiting for queue in status.queues),
         written=written / blocks,
         active=active / blocks,
-        cached=sum(worker.pool.evictable for worker in workers) / blocks,
+        cached=sum(pool.evictable for pool in pools) / blocks,
         internal=1 - written / active if active else 0.0,
         external=1 - runs / free if free else 0.0,
         host_bytes=memory[0],
         device_bytes=memory[1],
         step_written=step_written / blocks,
-        step_active=step_active / blocks,
+        step_active=sum(pool.step_active for pool in pools) / blocks,
     )
 
 
@@ -92,72 +89,35 @@ def settled(samples: Sequence[Sample]) -> list[Sample]:
     for one in reversed(samples):
         if following is not None and following.steps > one.steps:
             later = following
-        if one.running and later is not None:
-            made.append(
-                replace(
-                    one,
-                    written=later.step_written,
-                    active=later.step_active,
-                    internal=1 - later.step_written / later.step_active if later.step_active else 0.0,
-                    external=later.external,
-                )
-            )
-        else:
-            made.append(one)
         following = one
+        made.append(one if later is None or not one.running else _while_it_runs(one, later))
     return made[::-1]
 
 
-class Watch:
-    """Samples a stack for as long as an `async with` lasts."""
-
-    def __init__(self, stack: Stack, gpu: Callable[[Sequence[int]], int | None]) -> None:
-        self.samples: list[Sample] = []
-        self._stack = stack
-        self._gpu = gpu
-        self._task: asyncio.Task[None] | None = None
-        self._began = 0.0
-
-    async def __aenter__(self) -> Self:
-        self._began = time.monotonic()
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self) -> None:
-        pids = list(worker_pids(self._stack))
-        async with AsyncClient(self._stack.endpoint) as client:
-            try:
-                async for status in client.watch_status(INTERVAL_S):
-                    memory = (sum(map(tree_bytes, pids)), self._gpu(pids))
-                    sample = sample_of(status, time.monotonic() - self._began, memory)
-                    if sample is not None:
-                        self.samples.append(sample)
-            except OctavoError:
-                return  # The scheduler is gone: the requests tell.
+def _while_it_runs(one: Sample, later: Sample) -> Sample:
+    written, active = later.step_written, later.step_active
+    internal = 1 - written / active if active else 0.0
+    return replace(one, written=written, active=active, internal=internal, external=later.external)
 
 
-def gpu_reader() -> Callable[[Sequence[int]], int | None]:
-    """Return what reads the GPU memory of processes through NVML; it returns None where there is none."""
-    try:
-        import pynvml  # noqa: PLC0415 # only where there is a GPU
+GpuReader = Callable[[Sequence[int]], int | None]
+"""Returns the GPU memory of processes in bytes; None where there is no GPU."""
 
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except Exception:  # noqa: BLE001 # the library, its driver or the device may be missing, each in its own way
-        return lambda pids: None
 
-    def read(pids: Sequence[int]) -> int | None:
-        found = [
-            process for handle in handles for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        ]
-        return sum(process.usedGpuMemory or 0 for process in found if process.pid in pids)
+@asynccontextmanager
+async def watching(stack: Stack, gpu: GpuReader) -> AsyncIterator[list[Sample]]:
+    """Sample a stack for as long as the block lasts."""
+    # They own the model and the KV memory.
+    pids = [child.process.pid for child in stack.workers]
+    samples: list[Sample] = []
 
-    return read
+    def note(status: Status, at_s: float) -> None:
+        sample = sample_of(status, at_s, (sum(map(tree_bytes, pids)), gpu(pids)))
+        if sample is not None:
+            samples.append(sample)
+
+    async with AsyncClient(stack.endpoint) as client, status_told(client, INTERVAL_S, note):
+        yield samples
 
 
 _DIGITS: Final = 4

@@ -7,12 +7,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 from octavo import AsyncClient
 
 from octavo_lab.command import BenchError
-from octavo_lab.datasets.corpus import Corpus, open_corpus
+from octavo_lab.datasets.corpus import open_corpus
 from octavo_lab.datasets.load import NAMES, Dataset, DatasetConfig, load
 from octavo_lab.datasets.tokenizers import ServiceTokenizer, Tokenizer
 from octavo_lab.ladder.config import LadderConfig
@@ -77,28 +78,24 @@ class Workload:
         Raises:
             BenchError: there is no such dataset, or it does not fit the context.
         """
-        self._tokenizer = _Remembering(tokenizer)
-        dataset = await self._dataset(self._config.seed)
-        sample = await self._make(self._config.seed, _SAMPLE) if self._config.dataset in NAMES else []
+        self._tokenizer, config = _Remembering(tokenizer), self._config
+        described = (await self._dataset(config.seed)).description
+        sample = await self._make(config.seed, _SAMPLE) if config.dataset in NAMES else []
         self._tokenizer.close()
-        told = (
-            f"{dataset.description.partition(_PROMPTS)[0]}, a window per seed; prompts from Octavo's corpus"
-        )
-        if not sample:
-            told = dataset.description
-        if self._shares:
-            told += (
-                f"; {100 * self._config.shared_prefix_share:.0f}% of the prompts begin with one of "
-                f"{self._config.num_shared_prefixes} system prompts of "
-                f"{self._config.shared_prefix_tokens} tokens, where they are long enough"
-            )
-        self._record["description"] = told
         if sample:
+            described = f"{described.partition(_PROMPTS)[0]}, a window per seed; prompts from Octavo's corpus"
             self._record["sample"] = {
                 "requests": len(sample),
-                "prompt_tokens": sum(one.prompt_tokens for one in sample) / len(sample),
-                "output_tokens": sum(one.output_tokens for one in sample) / len(sample),
+                "prompt_tokens": fmean(one.prompt_tokens for one in sample),
+                "output_tokens": fmean(one.output_tokens for one in sample),
             }
+        if self._shares:
+            described += (
+                f"; {config.shared_prefix_share:.0%} of the prompts begin with one of "
+                f"{config.num_shared_prefixes} system prompts of {config.shared_prefix_tokens} tokens, where "
+                "they are long enough"
+            )
+        self._record["description"] = described
 
     @property
     def _shares(self) -> bool:
@@ -130,21 +127,17 @@ class Workload:
         assert self._tokenizer is not None
         config, rng = self._config, random.Random(seed)
         # Of the experiment's seed: the same system prompts in all of it. The rest of a prompt is its own.
-        prefixes = _prefixes(await open_corpus(self._tokenizer, config.seed), config)
+        texts = await open_corpus(self._tokenizer, config.seed)
+        prefixes = [texts.window(config.shared_prefix_tokens) for _ in range(config.num_shared_prefixes)]
         corpus = await open_corpus(self._tokenizer, seed + 1)
         made = []
         for one in requests:
             drawn, which = rng.random(), rng.randrange(len(prefixes))
             own = one.prompt_tokens - config.shared_prefix_tokens
             if drawn < config.shared_prefix_share and own >= _OWN_TOKENS:
-                made.append(replace(one, prompt=prefixes[which] + corpus.window(own)))
-            else:
-                made.append(one)
+                one = replace(one, prompt=prefixes[which] + corpus.window(own))  # noqa: PLW2901 # or as it is
+            made.append(one)
         return made
-
-
-def _prefixes(corpus: Corpus, config: LadderConfig) -> list[str]:
-    return [corpus.window(config.shared_prefix_tokens) for _ in range(config.num_shared_prefixes)]
 
 
 class _Remembering:

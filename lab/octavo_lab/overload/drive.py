@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import statistics
 from collections.abc import AsyncIterator, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from octavo.aio import AsyncClient
+from octavo.status import Status
 
 from octavo_lab.command import BenchError
 from octavo_lab.load.arrivals import Closed, Phases, Poisson, Process
@@ -19,6 +19,7 @@ from octavo_lab.load.records import Outcome, RunRecord
 from octavo_lab.load.summary import Slo
 from octavo_lab.load.target import LoadTarget, PlannedRequest
 from octavo_lab.load.targets.octavo import OctavoTarget
+from octavo_lab.load.watch import status_told
 
 TTFT_SLO_S: Final = 1.5
 TPOT_FACTOR: Final = 4.0
@@ -55,6 +56,19 @@ class Mix:
                 )
             )
         return made
+
+
+def seats_of(details: Mapping[str, Any]) -> int:
+    """Return the requests that all workers run at a time.
+
+    Raises:
+        BenchError: the service does not say.
+    """
+    if not (details.get("max_num_seqs") and details.get("workers")):
+        raise BenchError(
+            "the service does not tell what its workers hold: it takes a key that may see the status"
+        )
+    return int(details["max_num_seqs"] * details["workers"])
 
 
 async def vocabulary_of(target: OctavoTarget) -> tuple[int, int]:
@@ -105,13 +119,7 @@ async def calibrate(target: LoadTarget, mix: Mix, concurrency: int, seconds: flo
 
 
 async def drive(
-    target: LoadTarget,
-    mix: Mix,
-    arrivals: Process,
-    *,
-    warm_up_s: float = 0.0,
-    seconds: float,
-    seed: int,
+    target: LoadTarget, mix: Mix, arrivals: Process, *, warm_up_s: float = 0.0, seconds: float, seed: int
 ) -> RunRecord:
     """Send a mix for so many seconds after the warm-up."""
     end_s = warm_up_s + seconds
@@ -150,28 +158,14 @@ class Look:
 @asynccontextmanager
 async def watch(client: AsyncClient) -> AsyncIterator[list[Look]]:
     """Note level and queue ten times a second for as long as the block lasts."""
-    loop = asyncio.get_running_loop()
-    began, looks = loop.time(), list[Look]()
+    looks: list[Look] = []
 
-    async def look() -> None:
-        while True:
-            status = await client.status()
-            looks.append(
-                Look(
-                    loop.time() - began,
-                    status.level,
-                    sum(queue.waiting for queue in status.queues),
-                    sum(worker.running for worker in status.workers),
-                )
-            )
-            await asyncio.sleep(_LOOK_S)
+    def note(status: Status, at_s: float) -> None:
+        waiting = sum(queue.waiting for queue in status.queues)
+        looks.append(Look(at_s, status.level, waiting, sum(worker.running for worker in status.workers)))
 
-    task = asyncio.create_task(look())
-    try:
+    async with status_told(client, _LOOK_S, note):
         yield looks
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def through(target: LoadTarget, mix: Mix, phases: Phases, seed: int = 4) -> RunRecord:

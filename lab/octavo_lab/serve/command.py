@@ -31,8 +31,8 @@ def run(arguments: argparse.Namespace) -> str:
         BenchInterrupted: Ctrl-C; with the tables of what there is.
     """
     # Not earlier: they need the extra `bench`, and the help does not.
-    from octavo_lab.ladder.environment import environment  # noqa: PLC0415
     from octavo_lab.load import files, tables  # noqa: PLC0415
+    from octavo_lab.machine import environment  # noqa: PLC0415
     from octavo_lab.serve.plan import parse_slo  # noqa: PLC0415
 
     slo = parse_slo(arguments.slo)

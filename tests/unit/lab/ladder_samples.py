@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from octavo_lab.ladder.cells import CellResult
-from octavo_lab.ladder.plan import Cell
+from octavo_lab.ladder.plan import LadderCell
 from octavo_lab.ladder.watch import Sample
 from octavo_lab.load.records import (
     GeneratorRecord,
@@ -19,8 +19,8 @@ from octavo_lab.load.records import (
 )
 
 
-def cell(arm: str = "static", rung: str = "middle", repeat: int = 0, rate: float = 10.0) -> Cell:
-    return Cell(arm, rung, repeat, rate, 2.0, 20.0, 5.0, 7)
+def cell(arm: str = "static", rung: str = "middle", repeat: int = 0, rate: float = 10.0) -> LadderCell:
+    return LadderCell(arm, rung, repeat, rate, 2.0, 20.0, 5.0, 7)
 
 
 def request(number: int, at: float, took: float, outcome: Outcome = Outcome.OK) -> RequestMeasurement:
@@ -40,7 +40,7 @@ def request(number: int, at: float, took: float, outcome: Outcome = Outcome.OK) 
     )
 
 
-def result(of: Cell, requests: Sequence[RequestMeasurement], written: float = 0.5) -> CellResult:
+def result(of: LadderCell, requests: Sequence[RequestMeasurement], written: float = 0.5) -> CellResult:
     run = RunRecord(
         target=TargetRecord(kind="octavo", address="here"),
         traffic=TrafficRecord(
@@ -60,7 +60,7 @@ def result(of: Cell, requests: Sequence[RequestMeasurement], written: float = 0.
     return CellResult(of, run, samples)
 
 
-def drawn(of: Cell, mean_s: float, *, unanswered: int = 0, written: float = 0.5) -> CellResult:
+def drawn(of: LadderCell, mean_s: float, *, unanswered: int = 0, written: float = 0.5) -> CellResult:
     """Requests at the cell's rate with exponential latencies; the last so many have no answer."""
     rng = random.Random(of.seed + of.repeat)
     count = int(of.rate_per_s * (of.warm_up_s + of.window_s))

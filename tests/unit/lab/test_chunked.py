@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Self
 
 import pytest
-from octavo_lab.chunked import as_json, as_text
-from octavo_lab.chunked.experiment import ChunkedConfig, Comparison, compare
+from octavo_lab.chunked.command import as_json, as_text
+from octavo_lab.chunked.experiment import ChunkedConfig, ChunkedResult, compare
 from octavo_lab.command import BenchError
 from octavo_lab.datasets.corpus import Corpus
 from octavo_lab.load.records import Outcome, TargetRecord
@@ -67,10 +67,10 @@ def words(count: int) -> Corpus:
 CONFIG = ChunkedConfig(long_tokens=600, requests=501, prompt_tokens=8)
 
 
-def run(chunked: type[Engine] = Engine, config: ChunkedConfig = CONFIG) -> tuple[Comparison, list[str]]:
+def run(chunked: type[Engine] = Engine, config: ChunkedConfig = CONFIG) -> tuple[ChunkedResult, list[str]]:
     told: list[str] = []
 
-    async def go() -> Comparison:
+    async def go() -> ChunkedResult:
         targets = {"chunked": chunked(pieces=5), "whole": Engine(pieces=1)}
         return await compare(targets, words(5000), config, lambda what, fraction: told.append(what))
 

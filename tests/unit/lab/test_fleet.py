@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from octavo.steptimes import FORMAT
-from octavo_lab import fleet
 from octavo_lab.command import BenchError
+from octavo_lab.fleet import command as fleet
 
 REST = "--trace poisson --workers 3 --requests 20 --seeds 1 --jobs 1 --json"
 SMALL = f"healthy --prompt-tokens 60 --output-tokens 30 --cv 0.5 {REST}"

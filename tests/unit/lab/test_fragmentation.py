@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from octavo.cli.main import main
 from octavo_lab import fragmentation
-from octavo_lab.fragmentation import Traffic, simulate
+from octavo_lab.fragmentation import PoolTraffic, simulate
 
-SMALL = Traffic(max_tokens=2000, pool_tokens=2**14, num_looks=100, warm_up_looks=20)
+SMALL = PoolTraffic(max_tokens=2000, pool_tokens=2**14, num_looks=100, warm_up_looks=20)
 
 
 def test_paged_memory_holds_more_sequences_than_contiguous() -> None:
@@ -33,7 +33,7 @@ def test_command_prints_a_table_and_draws_the_plot(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fragmentation, "BLOCK_SIZES", (16, 64))
-    monkeypatch.setattr(fragmentation, "Traffic", lambda seed: SMALL)
+    monkeypatch.setattr(fragmentation, "PoolTraffic", lambda seed: SMALL)
     plot = tmp_path / "shares.svg"
     assert main(["bench", "fragmentation", "--plot", str(plot)]) == 0
     assert capsys.readouterr().out.count("\n") == 6

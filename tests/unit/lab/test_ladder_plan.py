@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT, StaticSettings
@@ -12,13 +13,13 @@ from octavo_lab.ladder.plan import (
     DRAIN_S,
     MIN_WINDOW_S,
     SATURATED_BATCHES,
+    CellPlan,
     Loads,
     loads_of,
     plan_cells,
-    plan_from_json,
-    plan_to_json,
 )
 from octavo_lab.load.statistics import needed
+from octavo_lab.stored import read_record, write_record
 
 from scheduler_svc.config import SchedulerSettings
 from worker_svc.config import WorkerSettings
@@ -37,7 +38,7 @@ STATIC = [name for name, arm in ARMS.items() if arm.static]
 
 
 def loads() -> Loads:
-    return loads_of(FULL, CAPACITIES, STATIC, CONTROL)
+    return loads_of(FULL, CAPACITIES)
 
 
 def test_rungs_are_absolute_rates_that_follow_from_the_capacities() -> None:
@@ -46,7 +47,7 @@ def test_rungs_are_absolute_rates_that_follow_from_the_capacities() -> None:
 
 
 def test_rungs_when_the_control_is_the_best_static_arm_still_rise() -> None:
-    rates = loads_of(FULL, {**CAPACITIES, "static": 4.0}, STATIC, CONTROL)
+    rates = loads_of(FULL, {**CAPACITIES, "static": 4.0})
     assert rates.control_rung == "best-static"
     assert list(rates.rungs.values()) == sorted(set(rates.rungs.values()))
 
@@ -117,14 +118,16 @@ def test_plan_waits_for_answers_only_where_an_arm_keeps_up() -> None:
     assert cells["static", "middle"].drain_s > 10 > cells["static", "overload"].drain_s
 
 
-def test_plan_survives_its_json() -> None:
-    plan = plan_cells(QUICK, loads_of(QUICK, CAPACITIES, STATIC, CONTROL), 300.0)
-    assert plan_from_json(plan_to_json(plan)) == plan
+def test_plan_survives_its_file(tmp_path: Path) -> None:
+    plan = plan_cells(QUICK, loads_of(QUICK, CAPACITIES), 300.0)
+    write_record(tmp_path / "plan.json", plan)
+    assert read_record(tmp_path / "plan.json", CellPlan) == plan
 
 
 @pytest.mark.parametrize("config", [QUICK, FULL, replace(FULL, extra_worker_args=("--num-threads=1",))])
-def test_config_survives_its_json(config: LadderConfig) -> None:
-    assert LadderConfig.from_json(config.to_json()) == config
+def test_config_survives_its_file(config: LadderConfig, tmp_path: Path) -> None:
+    write_record(tmp_path / "config.json", config)
+    assert read_record(tmp_path / "config.json", LadderConfig) == config
 
 
 @pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: arm.name)
@@ -132,10 +135,9 @@ def test_config_survives_its_json(config: LadderConfig) -> None:
 def test_arm_asks_for_settings_that_services_know(arm: object, runner: str) -> None:
     name = arm.name  # type: ignore[attr-defined]
     config = replace(FULL, runner=runner)
-    worker = WorkerSettings.load(flags((*config.worker_args(), *ARMS[name].worker_args())))
+    worker = WorkerSettings.load(flags(config.worker_args(ARMS[name])))
     tuned = StaticSettings(batch_size=16, timeout_s=0.25)
-    given = (*config.scheduler_args(), *ARMS[name].scheduler_args(tuned, config.bucket_bounds))
-    core = SchedulerSettings.load(flags(given)).core_config()
+    core = SchedulerSettings.load(flags(config.scheduler_args(ARMS[name], tuned))).core_config()
     assert (worker.kv.kv_layout == "contiguous") is ARMS[name].static
     assert worker.backend.padded is ARMS[name].wasteful
     assert (core.static is not None) is ARMS[name].static

@@ -11,13 +11,15 @@ import pytest
 from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT, StaticSettings
 from octavo_lab.ladder.cells import CellStore
 from octavo_lab.ladder.config import FULL, RUNGS
-from octavo_lab.ladder.experiment import Measured
+from octavo_lab.ladder.experiment import LadderRecord, Measurements
 from octavo_lab.ladder.explain import paragraphs
+from octavo_lab.ladder.pages import write
 from octavo_lab.ladder.plan import CellPlan, loads_of, plan_cells
-from octavo_lab.ladder.report import make_report, write
-from octavo_lab.ladder.search import Found, Probe, Search, found_from_json, found_to_json
+from octavo_lab.ladder.report import make_report
+from octavo_lab.ladder.search import CapacitySearch, Probe, SearchResult
 from octavo_lab.load.records import RunRecord
 from octavo_lab.load.statistics import Interval
+from octavo_lab.stored import read_record, write_record
 
 from tests.unit.lab.ladder_samples import cell, drawn
 
@@ -37,12 +39,12 @@ def probe(batch_size: int, rate: float) -> Probe:
     )
 
 
-FOUND = Found({name: StaticSettings() for name in STATIC}, CAPACITIES, (probe(4, 4.0), probe(8, 5.5)))
+FOUND = SearchResult({name: StaticSettings() for name in STATIC}, CAPACITIES, (probe(4, 4.0), probe(8, 5.5)))
 
 
-def measured(arms: tuple[str, ...] = tuple(ARMS), cells: int | None = None) -> Measured:
+def measured(arms: tuple[str, ...] = tuple(ARMS), cells: int | None = None) -> Measurements:
     config = replace(FULL, arms=arms, repeats=2)
-    loads = loads_of(config, CAPACITIES, STATIC, CONTROL)
+    loads = loads_of(config, CAPACITIES)
     plan = plan_cells(config, loads, 1500.0)
     results = []
     for one in plan.cells[:cells]:
@@ -55,16 +57,13 @@ def measured(arms: tuple[str, ...] = tuple(ARMS), cells: int | None = None) -> M
                 written=0.3 if one.arm in STATIC else 0.95,
             )
         )
-    return Measured(
+    head = LadderRecord(
         config=config,
         environments=[{"hardware": {"cpu": "a & b", "cores": 2}, "software": {"os": "Linux"}}],
         started_at="2026-01-01T00:00:00+00:00",
-        found=FOUND,
-        loads=loads,
-        plan=plan,
-        results=results,
         dataset={"description": "made <up>"},
     )
+    return Measurements(head=head, found=FOUND, loads=loads, plan=plan, results=results)
 
 
 def test_report_is_written_with_every_cell_and_plot(tmp_path: Path) -> None:
@@ -110,9 +109,9 @@ def test_report_attributes_nothing_to_a_step_that_cannot_be_told_from_none() -> 
     report = make_report(measured())
     sure = Interval(1.5, 1.2, 1.9)
     steps = [
-        replace(report.steps[0], what="one", ratio=sure),
-        replace(report.steps[0], what="two", ratio=Interval(1.6, 0.9, 2.8)),
-        replace(report.steps[0], what="three", ratio=Interval(1.7, None, None)),
+        replace(report.changes[0], what="one", ratio=sure),
+        replace(report.changes[0], what="two", ratio=Interval(1.6, 0.9, 2.8)),
+        replace(report.changes[0], what="three", ratio=Interval(1.7, None, None)),
     ]
     comparison = replace(
         report.comparison,
@@ -121,7 +120,7 @@ def test_report_attributes_nothing_to_a_step_that_cannot_be_told_from_none() -> 
         best_static_over_control=Interval(1.6, 0.9, 2.8),
         throughput_of_best_static=sure,
     )
-    told = dict(paragraphs(replace(report, steps=steps, comparison=comparison)))["Throughput"]
+    told = dict(paragraphs(replace(report, changes=steps, comparison=comparison)))["Throughput"]
     assert "2.40 (2.00 to 2.90) times" in told
     assert "one: x1.50 (1.20 to 1.90)" in told
     assert "two" not in told
@@ -170,13 +169,14 @@ class Saturating:
 @pytest.mark.parametrize("arm", ["static-nowaste", "static-buckets"])
 def test_search_tries_all_batch_sizes_with_the_same_requests(arm: str) -> None:
     lab = Saturating()
-    Search(replace(FULL, arms=(arm,)), lab, lab, lambda what: None).run()  # type: ignore[arg-type]
+    CapacitySearch(replace(FULL, arms=(arm,)), lab, lab, lambda what: None).run()  # type: ignore[arg-type]
     assert len(lab.asked) == len(FULL.batch_sizes)
     assert len(set(lab.asked)) == 1
 
 
-def test_search_survives_its_file() -> None:
-    assert found_from_json(json.loads(json.dumps(found_to_json(FOUND)))) == FOUND
+def test_search_survives_its_file(tmp_path: Path) -> None:
+    write_record(tmp_path / "search.json", FOUND)
+    assert read_record(tmp_path / "search.json", SearchResult) == FOUND
 
 
 def test_report_without_cells_can_be_made(tmp_path: Path) -> None:

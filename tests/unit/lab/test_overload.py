@@ -12,8 +12,8 @@ from octavo_lab.command import BenchError
 from octavo_lab.load.arrivals import Phase, Phases
 from octavo_lab.load.records import Outcome, RequestMeasurement
 from octavo_lab.load.target import Answer, PlannedRequest, Sink
-from octavo_lab.overload import seats_of
-from octavo_lab.overload.drive import Calibration, Look, Mix, at_load, calibrate, through
+from octavo_lab.overload.drive import Calibration, Look, Mix, at_load, calibrate, seats_of, through
+from octavo_lab.overload.report import as_text, plot
 from octavo_lab.overload.timeline import Timeline
 
 from tests.unit.lab.runs import request, run
@@ -113,12 +113,12 @@ def test_timeline_tells_a_service_that_refuses_from_one_that_lets_everybody_wait
 
 def test_timeline_is_told_as_text_record_and_picture(tmp_path: Path) -> None:
     timeline = overloaded(3)
-    text = timeline.as_text()
+    text = as_text(timeline)
     for part in ("capacity 4.00 requests/s", "baseline", "QUEUE_FULL", "level 0 again 3.5 s after"):
         assert part in text
     record = json.loads(json.dumps(timeline.as_record(), allow_nan=False))
     assert record["overload"]["offered_per_s"] == pytest.approx(8.0, rel=0.2)
-    timeline.plot(tmp_path / "timeline.png")
+    plot(timeline, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -137,18 +137,18 @@ def test_timeline_tells_nothing_from_too_few_requests() -> None:
     assert record["baseline"]["ttft_p50_s"] is record["baseline"]["ttft_p99_s"] is None
     assert record["overload"]["ttft_p50_s"] is None
     assert record["latency_back_s"] is record["recovery_s"] is record["latency_quantile"] is None
-    assert "nan" not in few.as_text().lower()
-    assert "wants 10 answered requests" in few.as_text()
+    assert "nan" not in as_text(few).lower()
+    assert "wants 10 answered requests" in as_text(few)
     for count, quantile, back_s in ((15, 0.5, 2.5), (60, 0.9, 6.5)):
         some = replace(few, run=run(*calm[:count], *late, *back, until_s=50.0))
         assert some.latency_quantile == quantile
         assert some.phase(0, 20)["ttft_p99_s"] is None
         assert some.latency_back_s is not None
         assert some.latency_back_s == back_s
-        assert f"baseline's P{100 * quantile:g} after" in some.as_text()
+        assert f"baseline's P{100 * quantile:g} after" in as_text(some)
     never = replace(few, run=run(*calm, *(at(30 + n, 5.0) for n in range(20)), until_s=50.0))
     assert never.latency_back_s is None
-    assert "not before the end" in never.as_text()
+    assert "not before the end" in as_text(never)
 
 
 def test_seats_are_asked_of_those_who_may_not_see_them() -> None:

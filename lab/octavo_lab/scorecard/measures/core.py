@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from octavo_lab.fleet.arms import LATE
-from octavo_lab.fleet.experiments import Outcome, Traffic, execute_all, plan_runs, ratio
+from octavo_lab.fleet.experiments import FleetOutcome, FleetTraffic, execute_all, plan_runs, plus_minus, ratio
 from octavo_lab.scorecard import Measurement, at_least, at_most, core_workload, entry
 from octavo_lab.sim import InvariantError
 from octavo_lab.sim.chaos import CHAOS_CONFIG, Chaos, ChaosResult, ChaosSetting
@@ -133,7 +133,7 @@ PREFIX_REQUESTS: Final = 6000
 REPLAYED_STEPS: Final = 6000
 
 
-def _outcomes(condition: str, other: str, traffic: Traffic, seeds: int) -> list[Outcome]:
+def _outcomes(condition: str, other: str, traffic: FleetTraffic, seeds: int) -> list[FleetOutcome]:
     """Simulate late binding and another arm on the same drawings of the traffic."""
     runs = [run for run in plan_runs([condition], traffic, seeds) if run.arm in (LATE, other)]
     return list(execute_all(runs, min(4, os.cpu_count() or 1)))
@@ -141,10 +141,10 @@ def _outcomes(condition: str, other: str, traffic: Traffic, seeds: int) -> list[
 
 def _p99_ratio(condition: str, other: str) -> Measurement:
     """Return the P99 TTFT of one queue over that of a router: the mean over seeds."""
-    outcomes = _outcomes(condition, other, Traffic(requests=REQUESTS, load=0.9), seeds=3)
+    outcomes = _outcomes(condition, other, FleetTraffic(requests=REQUESTS, load=0.9), seeds=3)
     found = ratio(outcomes, condition, (LATE, other), lambda o: o.ttft_p99_s)
     p99s = {f"{o.arm}, seed {o.seed}": round(o.ttft_p99_s, 3) for o in outcomes}
-    return Measurement(found.mean, {"ratio": str(found), "ttft_p99_s": p99s, "requests": REQUESTS})
+    return Measurement(found.value, {"ratio": plus_minus(found), "ttft_p99_s": p99s, "requests": REQUESTS})
 
 
 @entry("core.late_vs_round_robin", "ratio", at_most(0.6))
@@ -175,7 +175,7 @@ def prefix_hit_gain() -> Measurement:
 
     The details have the hit rate of a cache without bounds as well.
     """
-    traffic = Traffic(requests=PREFIX_REQUESTS, load=0.7)
+    traffic = FleetTraffic(requests=PREFIX_REQUESTS, load=0.7)
     outcomes = _outcomes("prefix", "round robin", traffic, seeds=1)
     found = ratio(outcomes, "prefix", (LATE, "round robin"), lambda o: o.hit_rate)
     details = {
@@ -186,7 +186,7 @@ def prefix_hit_gain() -> Measurement:
         }
         for o in outcomes
     }
-    return Measurement(found.mean, {**details, "requests": PREFIX_REQUESTS})
+    return Measurement(found.value, {**details, "requests": PREFIX_REQUESTS})
 
 
 @entry("core.replay_mismatches", "count", at_most(0))

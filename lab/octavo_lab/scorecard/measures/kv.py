@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from octavo_lab.fragmentation import Traffic, simulate
+from octavo_lab.fragmentation import PoolTraffic, simulate
 from octavo_lab.scorecard import Measurement, at_least, at_most, entry
 from octavo_lab.scorecard.kv_workload import MemoryWorkload
 from worker_svc.kv.errors import KvError
@@ -144,7 +144,7 @@ def utilization_contiguous() -> Measurement:
 
 
 def _utilization(*, paged: bool) -> Measurement:
-    usage = simulate(Traffic(), block_size=BLOCK_SIZE, paged=paged)
+    usage = simulate(PoolTraffic(), block_size=BLOCK_SIZE, paged=paged)
     return Measurement(
         usage.utilization,
         {

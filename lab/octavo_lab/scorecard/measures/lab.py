@@ -15,13 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from octavo_lab.chunked import as_json
+from octavo_lab.chunked.command import as_json
 from octavo_lab.chunked.experiment import ChunkedConfig, measure
 from octavo_lab.datasets.load import DatasetConfig, load
 from octavo_lab.datasets.tokenizers import FileTokenizer
 from octavo_lab.ladder.config import QUICK
 from octavo_lab.ladder.experiment import Experiment
-from octavo_lab.ladder.report import make_report, write
+from octavo_lab.ladder.pages import write
+from octavo_lab.ladder.report import make_report
 from octavo_lab.ladder.workload import Workload
 from octavo_lab.load.arrivals import Closed, Process, Replay
 from octavo_lab.load.generator import Traffic, generate
