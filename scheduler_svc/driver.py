@@ -18,13 +18,13 @@ from octavo.protocol.steps import Plan, Report
 
 from scheduler_svc.core.core import SchedulerCore
 from scheduler_svc.core.effects import (
-    Accepted,
     DetachWorker,
     Effect,
     EmitTokens,
     FinishChoice,
     LogEvent,
     Reject,
+    RequestAccepted,
     SendCancel,
     SendPlan,
 )
@@ -213,7 +213,7 @@ class CoreDriver:
                     self._emit(effect, effects, stopped)
                 case SendPlan() | SendCancel() | DetachWorker():
                     self._instruct(effect)
-                case Accepted():
+                case RequestAccepted():
                     self._tell(effect.request_id, RequestState.on_accepted, effect)
                 case FinishChoice():
                     self._tell(effect.request_id, RequestState.on_finish, effect)

@@ -13,7 +13,6 @@ later event could see; indexes and timers may drop stale entries while they look
 from scheduler_svc.core.config import CoreConfig, StaticConfig
 from scheduler_svc.core.core import SchedulerCore
 from scheduler_svc.core.effects import (
-    Accepted,
     ChoiceTimings,
     DetachWorker,
     Effect,
@@ -21,6 +20,7 @@ from scheduler_svc.core.effects import (
     FinishChoice,
     LogEvent,
     Reject,
+    RequestAccepted,
     SendCancel,
     SendPlan,
     TokenDelta,
@@ -30,7 +30,6 @@ from scheduler_svc.core.events import NewRequest, WorkerInfo
 from scheduler_svc.core.snapshot import CoreSnapshot
 
 __all__ = [
-    "Accepted",
     "ChoiceTimings",
     "CoreConfig",
     "CoreError",
@@ -43,6 +42,7 @@ __all__ = [
     "NewRequest",
     "Reason",
     "Reject",
+    "RequestAccepted",
     "SchedulerCore",
     "SendCancel",
     "SendPlan",

@@ -14,7 +14,7 @@ from octavo.protocol.steps import FinishReason, Report
 
 from scheduler_svc.core import bisection
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.effects import Accepted, DetachWorker, Effect, LogEvent, Reject, SendPlan
+from scheduler_svc.core.effects import DetachWorker, Effect, LogEvent, Reject, RequestAccepted, SendPlan
 from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
 from scheduler_svc.core.events import AdmissionRequest, NewRequest, WorkerInfo
 from scheduler_svc.core.fleet import ModelPool
@@ -69,7 +69,7 @@ class SchedulerCore:
         expected = admission.predict(newcomer, now)
         self._lifecycle.open(spec, expected, now)
         wait_s, ttft_s = (expected.wait_s, expected.ttft_s) if expected is not None else (None, None)
-        out.append(Accepted(spec.request_id, position, wait_s, ttft_s, int(admission.level)))
+        out.append(RequestAccepted(spec.request_id, position, wait_s, ttft_s, int(admission.level)))
         self._place_waiting(now, out)
         return out
 

@@ -35,7 +35,7 @@ class DetachWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class RequestAccepted:
     """The request is in the queue."""
 
     request_id: str
@@ -106,4 +106,6 @@ class LogEvent:
     fields: dict[str, object]
 
 
-Effect = SendPlan | SendCancel | DetachWorker | Accepted | EmitTokens | FinishChoice | Reject | LogEvent
+Effect = (
+    SendPlan | SendCancel | DetachWorker | RequestAccepted | EmitTokens | FinishChoice | Reject | LogEvent
+)

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from octavo.v1.planlog_pb2 import PlanLogEntry
 
-from scheduler_svc.core import Accepted, Effect, FinishChoice, LogEvent, Reject, SchedulerCore, SendPlan
+from scheduler_svc.core import (
+    Effect,
+    FinishChoice,
+    LogEvent,
+    Reject,
+    RequestAccepted,
+    SchedulerCore,
+    SendPlan,
+)
 from scheduler_svc.core.planning import Explain
 from scheduler_svc.core.request import Request, Sequence, SequenceStatus
 from scheduler_svc.core.worker import WorkerState
@@ -139,7 +147,7 @@ class RequestStory:
 
     def _endings(self, now: float, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Accepted) and effect.request_id == self.request_id:
+            if isinstance(effect, RequestAccepted) and effect.request_id == self.request_id:
                 self._event(now, None, "accepted", f"{effect.queue_position} ahead in the queue")
             elif isinstance(effect, Reject) and effect.request_id == self.request_id:
                 self._event(now, None, "refused", f"{effect.error.reason}: {effect.error.message}")

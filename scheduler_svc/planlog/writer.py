@@ -15,7 +15,7 @@ from typing import Final
 from octavo.v1 import planlog_pb2
 
 MAGIC: Final = b"OCTAVOPLANLOG\n"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 FRAME: Final = struct.Struct("<II")
 """Length of the record, CRC-32 of the record."""
 DEFAULT_MAX_BYTES: Final = 256 * 2**20

@@ -15,7 +15,7 @@ import grpc
 import structlog
 from octavo.protocol.steps import Priority, StepTiming
 
-from scheduler_svc.core.effects import Accepted, FinishChoice
+from scheduler_svc.core.effects import FinishChoice, RequestAccepted
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.errors import CODES
 from scheduler_svc.observe.metrics import SchedulerMetrics
@@ -110,7 +110,7 @@ class RequestAccount:
         self._resumed_tokens = 0
         self._choices = 0
         self._trimmed_tokens = 0
-        self._expected: Accepted | None = None
+        self._expected: RequestAccepted | None = None
         self._accepted_at = now
         self._ttft_s: float | None = None
         self._finish: FinishChoice | None = None
@@ -138,7 +138,7 @@ class RequestAccount:
         accounts.metrics.prompt_tokens.inc(self._prompt_tokens)
         accounts.recent_prompt_tokens.add(now, self._prompt_tokens)
 
-    def accepted(self, accepted: Accepted) -> None:
+    def accepted(self, accepted: RequestAccepted) -> None:
         """The core has taken the request, and says what it expects."""
         self._expected = accepted
         self._accepted_at = self._accounts.clock()

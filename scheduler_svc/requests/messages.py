@@ -17,7 +17,7 @@ from octavo.sampling import SamplingParams
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.core.effects import Accepted, ChoiceTimings, FinishChoice
+from scheduler_svc.core.effects import ChoiceTimings, FinishChoice, RequestAccepted
 from scheduler_svc.errors import ServiceError
 
 MAX_REQUEST_ID: Final = 128
@@ -219,7 +219,9 @@ def _accepted_as(message: pb.GenerateRequest, violations: Violations) -> Accepte
 # Events
 
 
-def accepted_to_proto(accepted: Accepted, *, request_id: str, prompt_tokens: int, seed: int) -> pb.Accepted:
+def accepted_to_proto(
+    accepted: RequestAccepted, *, request_id: str, prompt_tokens: int, seed: int
+) -> pb.Accepted:
     """Convert; `request_id` is the client's name for it."""
     return pb.Accepted(
         request_id=request_id,

@@ -14,7 +14,7 @@ from octavo.protocol.steps import FinishReason, TokenLogprobs
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.core.effects import Accepted, FinishChoice, TokenDelta
+from scheduler_svc.core.effects import FinishChoice, RequestAccepted, TokenDelta
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.requests.accounts import RequestAccount
@@ -203,7 +203,7 @@ class RequestState:
 
     # What the core says --------------------------------------------------------------------------
 
-    def on_accepted(self, accepted: Accepted) -> None:
+    def on_accepted(self, accepted: RequestAccepted) -> None:
         """The core has taken the request."""
         message = accepted_to_proto(
             accepted, request_id=self.request_id, prompt_tokens=self._prompt_tokens, seed=self._seed

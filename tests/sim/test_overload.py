@@ -16,7 +16,7 @@ from octavo_lab.sim import Monitor, Recorder, SimCell, SimResult, SimWorkerConfi
 from octavo_lab.sim.chaos import Chaos
 from octavo_lab.traces import TraceRequest
 
-from scheduler_svc.core import Accepted, CoreConfig, Effect, LogEvent, NewRequest, SchedulerCore
+from scheduler_svc.core import CoreConfig, Effect, LogEvent, NewRequest, RequestAccepted, SchedulerCore
 from scheduler_svc.core.overload import OverloadConfig
 from scheduler_svc.core.policies import POLICIES
 
@@ -43,7 +43,7 @@ class Watch:
             if isinstance(effect, LogEvent) and effect.name == "level_changed":
                 self.levels.append((now, int(str(effect.fields["new_level"]))))
                 self.fields.append(effect.fields)
-            elif isinstance(effect, Accepted) and effect.estimated_ttft_s is not None:
+            elif isinstance(effect, RequestAccepted) and effect.estimated_ttft_s is not None:
                 self.promised[effect.request_id] = effect.estimated_ttft_s
 
 

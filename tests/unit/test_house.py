@@ -193,3 +193,15 @@ def test_pure_room_imports_only_itself_and_the_records_it_is_driven_with(
     }
 
     assert others == set()
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """A name that stands for two things must be read twice."""
+    where: dict[str, list[str]] = {}
+    for name, path in paths().items():
+        if ".v1." not in name:
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    where.setdefault(node.name, []).append(name)
+
+    assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}

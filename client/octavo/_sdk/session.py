@@ -1,7 +1,7 @@
 """Many requests on one `Session` stream, which may break and be made again without anybody noticing.
 
 A `Call` holds all that is known of one request, so that it can be submitted again with what it has
-already generated. A `Stream` is one life of the connection. The `Transport` gives calls to the present
+already generated. A `SessionStream` is one life of the connection. The `Transport` gives calls to the present
 stream and takes back those whose stream was lost. Everything runs on one event loop.
 """
 
@@ -62,14 +62,14 @@ class Patience:
     reconnect_s: float
 
 
-class Stream:
+class SessionStream:
     """One `Session` call. Reports to its transport what arrives, and its own end exactly once."""
 
     def __init__(
         self,
         connection: Connection,
-        on_message: Callable[[Stream, pb.SessionEvent], None],
-        on_lost: Callable[[Stream, grpc.StatusCode, OctavoError], None],
+        on_message: Callable[[SessionStream, pb.SessionEvent], None],
+        on_lost: Callable[[SessionStream, grpc.StatusCode, OctavoError], None],
     ) -> None:
         self.connection = connection
         self.calls: dict[str, Call] = {}
@@ -167,8 +167,8 @@ class Transport:
         self._paced = paced
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, Call] = {}
-        self._stream: Stream | None = None
-        self._retiring: set[Stream] = set()
+        self._stream: SessionStream | None = None
+        self._retiring: set[SessionStream] = set()
         self._connector: asyncio.Task[None] | None = None
         self._closers: set[asyncio.Task[None]] = set()
         self._connected_before = False
@@ -254,7 +254,7 @@ class Transport:
     def _is_live(self, request_id: str) -> bool:
         return request_id in self._waiting or any(request_id in stream.calls for stream in self._streams())
 
-    def _streams(self) -> list[Stream]:
+    def _streams(self) -> list[SessionStream]:
         return [*self._retiring, *([self._stream] if self._stream is not None else [])]
 
     def _flush(self) -> None:
@@ -299,14 +299,14 @@ class Transport:
                     self._give_up_if_late(error)
                     continue
                 self._connected_before = True
-                self._stream = Stream(connection, self._on_message, self._on_lost)
+                self._stream = SessionStream(connection, self._on_message, self._on_lost)
                 if self._paced:
                     self._stream.post(pb.SessionRequest(open=pb.OpenSession(paced=True)))
         finally:
             self._connector = None
         self._flush()
 
-    def _on_message(self, stream: Stream, message: pb.SessionEvent) -> None:
+    def _on_message(self, stream: SessionStream, message: pb.SessionEvent) -> None:
         calls = stream.calls
         has_output = False
         for event in message.events:
@@ -345,7 +345,7 @@ class Transport:
         self._retire_if_empty(stream)
         self._flush()
 
-    def _on_lost(self, stream: Stream, code: grpc.StatusCode, error: OctavoError) -> None:
+    def _on_lost(self, stream: SessionStream, code: grpc.StatusCode, error: OctavoError) -> None:
         orphans = list(stream.calls.values())
         stream.calls = {}
         if self._stream is stream:
@@ -364,7 +364,7 @@ class Transport:
             self._give_up_if_late(error)
         self._flush()
 
-    def _may_try_elsewhere(self, call: Call, error: common_pb2.Error, stream: Stream) -> bool:
+    def _may_try_elsewhere(self, call: Call, error: common_pb2.Error, stream: SessionStream) -> bool:
         """Return whether a refusal is no reason to fail: the next scheduler, or this one soon, may take it.
 
         A scheduler that drains is about to be replaced. One without a worker may have just been started;
@@ -376,7 +376,7 @@ class Transport:
             return call.attempts > 1 or len(self._endpoints) > 1
         return error.reason == "DRAINING"
 
-    def _move_away(self, stream: Stream, info: ErrorInfo) -> None:
+    def _move_away(self, stream: SessionStream, info: ErrorInfo) -> None:
         """Leave a scheduler to those of our requests that run there."""
         if self._stream is stream:
             self._stream = None
@@ -385,17 +385,17 @@ class Transport:
             self._endpoints.demote(stream.connection.endpoint)
         self._give_up_if_late(UnavailableError(info.message, info))
 
-    def _retire_if_empty(self, stream: Stream) -> None:
+    def _retire_if_empty(self, stream: SessionStream) -> None:
         if stream in self._retiring and not stream.calls:
             self._retiring.remove(stream)
             self._discard(stream)
 
-    def _discard(self, stream: Stream) -> None:
+    def _discard(self, stream: SessionStream) -> None:
         task = asyncio.create_task(stream.close())
         self._closers.add(task)
         task.add_done_callback(self._closers.discard)
 
-    def _calm_if_settled(self, stream: Stream) -> None:
+    def _calm_if_settled(self, stream: SessionStream) -> None:
         if self._loop.time() - stream.opened_at > _SETTLED_S:
             self._calm()
 

@@ -12,13 +12,13 @@ from octavo_lab.sim.host import WorkerHost
 from octavo_lab.sim.tokens import stream_of, token_at
 from scheduler_svc.core.core import SchedulerCore
 from scheduler_svc.core.effects import (
-    Accepted,
     DetachWorker,
     Effect,
     EmitTokens,
     FinishChoice,
     LogEvent,
     Reject,
+    RequestAccepted,
     SendPlan,
     TokenDelta,
 )
@@ -112,7 +112,7 @@ class Monitor:
                 self._finish(effect)
             elif isinstance(effect, Reject):
                 self._reject(effect)
-            elif isinstance(effect, Accepted):
+            elif isinstance(effect, RequestAccepted):
                 self._accepted(effect)
             elif isinstance(effect, DetachWorker):
                 self._sessions.pop(effect.worker_id, None)
@@ -135,8 +135,8 @@ class Monitor:
             raise InvariantError(f"{what} for {request_id}, which {known}")
         return live
 
-    def _accepted(self, effect: Accepted) -> None:
-        live = self._of(effect.request_id, "Accepted")
+    def _accepted(self, effect: RequestAccepted) -> None:
+        live = self._of(effect.request_id, "RequestAccepted")
         if live.accepted:
             raise InvariantError(f"{effect.request_id} was accepted twice")
         live.accepted = True

@@ -8,7 +8,7 @@ import pytest
 from octavo.protocol.steps import FinishReason
 from octavo_lab.sim import stream_of, token_at
 
-from scheduler_svc.core import Accepted, Reason
+from scheduler_svc.core import Reason, RequestAccepted
 from scheduler_svc.core.errors import IllegalTransitionError
 from scheduler_svc.core.request import TRANSITIONS, SequenceStatus
 from tests.unit.scheduler.core.desk import HIGH, Desk, worker
@@ -297,6 +297,6 @@ def test_request_after_a_lull_is_told_a_wait_that_can_be_or_none(lull_s: float) 
     desk.finish()
     desk.tick(desk.now + lull_s)
 
-    (accepted,) = [effect for effect in desk.submit_effects() if isinstance(effect, Accepted)]
+    (accepted,) = [effect for effect in desk.submit_effects() if isinstance(effect, RequestAccepted)]
 
     assert accepted.estimated_wait_s is None or accepted.estimated_wait_s <= 3600.0

@@ -14,12 +14,12 @@ from octavo.v1 import generation_pb2 as pb
 from tokenizers import Tokenizer
 
 from scheduler_svc.core import (
-    Accepted,
     ChoiceTimings,
     CoreError,
     FinishChoice,
     NewRequest,
     Reason,
+    RequestAccepted,
     TokenDelta,
 )
 from scheduler_svc.errors import ServiceError
@@ -187,7 +187,7 @@ async def test_accepted_names_the_seed_and_shows_what_a_resumed_client_lacks(out
     resumed = {0: ResumedChoice(tokens("héllo w"), len("hé".encode()))}
     state = request_state(outbox, resumed=resumed)
     await state.resume()
-    state.on_accepted(Accepted("r#1", 3, 0.25))
+    state.on_accepted(RequestAccepted("r#1", 3, 0.25))
     feed(state, "orld")
     accepted, delta = outbox.take().events
     assert accepted.accepted == pb.Accepted(
