@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 name, description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False
             )
             if name == chosen:
-                command = _load(name)
+                command = load_command(name)
                 command.configure(command_parser, name)
         parsed = parser.parse_args(given)
         if parsed.version:
@@ -160,7 +160,7 @@ def _others() -> dict[str, str]:
     }
 
 
-def _load(name: str) -> Command:
+def load_command(name: str) -> Command:
     """Return the module of a command; exits with advice when it is not installed."""
     if name in COMMANDS:
         return cast("Command", import_module(COMMANDS[name][0]))
