@@ -34,6 +34,8 @@ _DRAIN_GRACE_S: Final = 30.0
 _DRAIN_MARGIN_S: Final = 10.0
 """What a process may take beyond its own grace before it counts as stuck."""
 _LAST_LINES: Final = 8
+_LOADING: Final = "the model is being loaded"
+"""In what a worker answers until it is ready."""
 _ERROR_LEVELS: Final = ("error", "critical")
 
 
@@ -266,16 +268,26 @@ class Stack:
                 self.check()
                 if time.monotonic() > give_up_at:
                     raise StackError(f"not ready within {timeout_s:g} s; see {self.folder}")
-                for worker in self.workers:
-                    for record in worker.new_records():
-                        if on_progress is not None and record.get("event") == "model_loading":
-                            on_progress(str(record.get("what")), float(record.get("percent", 0)) / 100)
+                if on_progress is not None:
+                    for what, share in self._progress():
+                        on_progress(what, share)
                 time.sleep(_POLL_S)
             while self.gateway is not None and not _listens(self.gateway.address):
                 self.check()
                 if time.monotonic() > give_up_at:
                     raise StackError(f"the gateway is not ready within {timeout_s:g} s; see {self.folder}")
                 time.sleep(_POLL_S)
+
+    def _progress(self) -> Iterator[tuple[str, float]]:
+        """Yield what the logs have told since the last call: how far models are, what is in the way."""
+        for worker in self.workers:
+            for record in worker.new_records():
+                if record.get("event") == "model_loading":
+                    yield str(record.get("what")), float(record.get("percent", 0)) / 100
+        for record in self.scheduler.new_records():
+            problem = str(record.get("problem"))
+            if record.get("event") == "worker_link_ended" and _LOADING not in problem:
+                yield f"the scheduler cannot use {record.get('address')}: {problem}", 0.0
 
     def _is_ready(self, client: Client) -> bool:
         try:
