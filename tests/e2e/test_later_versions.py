@@ -166,15 +166,15 @@ def link_problems(stack: Stack) -> list[str]:
 async def test_scheduler_takes_unknown_fields_and_messages_of_a_worker_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, later_reports: LaterReports
 ) -> None:
-    welcomes, on_report = worker_session.welcomes, worker_session.Session._on_report
+    welcomes, on_report = worker_session.welcomes, worker_session.SchedulerSession._on_report
 
-    def after_an_unknown_message(session: worker_session.Session, report: Report) -> None:
+    def after_an_unknown_message(session: worker_session.SchedulerSession, report: Report) -> None:
         session._outbox.put_nowait(with_unknown_member(worker_pb2.WorkerMessage(), "message"))
         on_report(session, report)
 
     monkeypatch.setattr(scheduler_stack, "describe", lambda *given: later(describe(*given)))
     monkeypatch.setattr(worker_session, "welcomes", lambda *given: map(later, welcomes(*given)))
-    monkeypatch.setattr(worker_session.Session, "_on_report", after_an_unknown_message)
+    monkeypatch.setattr(worker_session.SchedulerSession, "_on_report", after_an_unknown_message)
     async with one_worker() as (stack, _):
         with capture_logs() as logs:
             outputs = await asyncio.gather(*(stack.generate(text=f"request {number}") for number in range(4)))

@@ -286,7 +286,7 @@ async def test_load_on_one_model_leaves_the_paced_work_of_another_alone() -> Non
 
         def echo_gets_none() -> bool:
             live = [session for session in stack.process._sessions._sessions if session._models == {"echo"}]
-            return [session._limits.credits(session._models) for session in live] == [0]
+            return [session._credit_limit(session._models) for session in live] == [0]
 
         await until(echo_gets_none)
         busy.gate.open()
