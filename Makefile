@@ -14,10 +14,10 @@ MACHINES := tests/sim/test_state_machine.py tests/unit/worker/engine/test_engine
 RELEASED := protos/released/0.1.0.binpb
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm clients demo test explore lint format proto scorecard clean
+.PHONY: help setup vllm clients demo test test-slow test-all explore lint format proto scorecard clean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 setup: .venv/.installed ## make .venv with everything that development needs
 
@@ -47,8 +47,13 @@ clients: ## make build/clients with public clients of the OpenAI API, to try the
 demo: .venv/.installed ## run the whole stack, ask it one question, stop it
 	@$(BIN)/python -m octavo.cli.demo
 
-test: .venv/.installed ## run the tests (ARGS="..." for pytest)
-	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),$(TESTS))
+test: .venv/.installed ## run the tests of every part that are quick (ARGS="..." for pytest)
+	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-m 'not slow' $(TESTS))
+
+test-slow: .venv/.installed ## run the tests that `make test` leaves out
+	@$(BIN)/python -m pytest -m slow $(TESTS)
+
+test-all: test test-slow ## run all tests, as CI does
 
 explore: .venv/.installed ## look for faults with examples that were never tried (RUNS=10)
 	@for run in $$(seq $(or $(RUNS),10)); do OCTAVO_EXPLORE=1 $(BIN)/python -m pytest -q $(MACHINES) || exit 1; done

@@ -44,7 +44,7 @@ RANDOM = SamplingParams(
 RUNNERS = [
     "torch",
     # vLLM warns about itself while it is imported.
-    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]),
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]),
 ]
 
 
@@ -122,6 +122,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [chooser.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
+@pytest.mark.slow
 def test_runner_64_disturbed_sequences_match_transformers(subject: Subject) -> None:
     jobs = greedy_jobs(VOCAB_SIZE, count=64, longest=240, max_tokens=24, seed=1)
     workload = subject.workload(seed=1)
@@ -146,6 +147,7 @@ def test_runner_64_disturbed_sequences_match_transformers(subject: Subject) -> N
         assert workload.seen[event], f"the workload never had: {event}"
 
 
+@pytest.mark.slow
 def test_runner_pool_too_small_for_all_still_matches_transformers(subject: Subject) -> None:
     jobs = greedy_jobs(VOCAB_SIZE, count=24, longest=240, max_tokens=24, seed=2)
     workload = subject.workload(seed=2, num_blocks=24)
@@ -156,6 +158,7 @@ def test_runner_pool_too_small_for_all_still_matches_transformers(subject: Subje
     assert all(subject.reference.mismatches(job)[0] == 0 for job in jobs)
 
 
+@pytest.mark.slow
 def test_runner_out_of_memory_after_all_was_computed_changes_no_token(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +200,7 @@ def test_runner_blocks_back_from_host_hold_what_they_held(subject: Subject) -> N
     assert all(subject.reference.mismatches(job)[0] == 0 for job in again)
 
 
+@pytest.mark.slow
 def test_runner_seeded_sampling_disturbed_gives_the_undisturbed_tokens(subject: Subject) -> None:
     def jobs() -> list[EngineJob]:
         return [
@@ -220,6 +224,7 @@ def test_runner_choices_of_one_seed_differ(subject: Subject) -> None:
     assert first != second
 
 
+@pytest.mark.slow
 def test_runner_draws_follow_the_models_distribution(
     subject: Subject, model: tuple[Path, PreTrainedModel]
 ) -> None:

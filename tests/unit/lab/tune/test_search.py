@@ -152,6 +152,7 @@ def test_target_allows_the_share_that_its_percentile_leaves() -> None:
     assert not target.missed(0.5, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ttft_s", "tpot_s", "num_blocks"), [(1.0, 0.1, 2048), (2.0, 0.4, 400)])
 def test_search_on_the_simulated_worker_is_within_a_tenth_of_the_grid(
     ttft_s: float, tpot_s: float, num_blocks: int
