@@ -41,6 +41,7 @@ COMMANDS: Final = {
     "unpin": ("octavo.cli.pins", "let a pinned prefix go"),
     "audit": ("octavo.cli.audit", "have workers verify their books, while they serve"),
     "health": ("octavo.cli.health", "say whether a service takes work"),
+    "doctor": ("octavo.cli.doctor", "look whether Octavo would run on this machine, and what to do if not"),
 }
 # Commands of rooms above this one: what an installation must hold for them, and what they do. Their modules
 # are entry points of the group, which other distributions may join with commands of their own.
