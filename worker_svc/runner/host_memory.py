@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import psutil
+
+from worker_svc.runner.control_groups import MEMBERSHIP, ROOT, groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,47 +29,45 @@ _VERSIONS: Final = (
 )
 
 
-def available_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+def available_bytes(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int:
     """Return what the machine has available, or what a container's limit leaves where that is less.
 
     Args:
         root: where the control groups are mounted.
         membership: names the groups of this process.
     """
-    return min([psutil.virtual_memory().available, *_left(root, membership)])
+    left = (
+        _left_by(folder, version)
+        for version in _VERSIONS
+        for folder in groups(version.controller, root, membership)
+    )
+    return min([psutil.virtual_memory().available, *(one for one in left if one is not None)])
 
 
-def _left(root: Path, membership: Path) -> Iterator[int]:
-    """Yield what each limit on this process leaves; those of the groups around its own count, too."""
+def limit_bytes(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:
+    """Return the least limit on the groups of this process, None without one; see `available_bytes`."""
+    limits = (
+        _number_in(folder / version.limit)
+        for version in _VERSIONS
+        for folder in groups(version.controller, root, membership)
+    )
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _number_in(path: Path) -> int | None:
     try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    paths = dict(entry for line in lines for entry in _controllers(line))
-    for version in _VERSIONS:
-        if version.controller not in paths:
-            continue
-        top = root / version.controller
-        # A container may see its own group as the top, under whatever path the host knows it by.
-        group = top / paths[version.controller].lstrip("/")
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(top) and (left := _left_by(folder, version)) is not None:
-                yield left
-
-
-def _controllers(line: str) -> Iterator[tuple[str, str]]:
-    """Yield each controller that a line names, with the path of its group."""
-    _, _, rest = line.partition(":")
-    names, _, path = rest.partition(":")
-    yield from ((name, path) for name in names.split(","))
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such group here, or no limit ("max")
+        return None
 
 
 def _left_by(folder: Path, version: _Version) -> int | None:
+    limit, usage = _number_in(folder / version.limit), _number_in(folder / version.usage)
+    if limit is None or usage is None:
+        return None
     try:
-        limit = int((folder / version.limit).read_text())
-        usage = int((folder / version.usage).read_text())
         stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
         reclaimable = int(stat.get(version.reclaimable, 0))
-    except (OSError, ValueError):  # no such group here, or no limit ("max")
+    except (OSError, ValueError):
         return None
     return max(0, limit - max(0, usage - reclaimable))

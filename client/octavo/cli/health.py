@@ -5,15 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-import grpc
-
-from octavo._sdk.channel import channel_options, parse_endpoints
+from octavo._sdk.channel import parse_endpoints
+from octavo._sdk.health import Health, ask_health
 from octavo.cli import output
 
 EXIT_UNAVAILABLE: Final = 3
-# grpc.health.v1: an empty request asks for the server as a whole, the answer's first field is its state.
-_METHOD: Final = "/grpc.health.v1.Health/Check"
-_SERVING: Final = b"\x08\x01"
 
 
 def configure(parser: argparse.ArgumentParser, name: str) -> None:
@@ -32,20 +28,10 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do it and return the exit code."""
     endpoints = parse_endpoints(arguments.address)
-    answers = [answer for one in endpoints if (answer := _ask(one, arguments.timeout)) is not None]
+    answers = {ask_health(one, arguments.timeout) for one in endpoints} - {Health.UNREACHABLE}
     if not answers:
         output.fail(f"{', '.join(endpoints)} cannot be reached")
         return EXIT_UNAVAILABLE
-    serving = _SERVING in answers
-    print("serving" if serving else "not serving")
-    return 0 if serving else EXIT_UNAVAILABLE
-
-
-def _ask(endpoint: str, timeout_s: float) -> bytes | None:
-    """Return what a service says of itself; None when it cannot be reached."""
-    with grpc.insecure_channel(endpoint, options=channel_options(endpoint)) as channel:
-        check = channel.unary_unary(_METHOD, request_serializer=bytes, response_deserializer=bytes)
-        try:
-            return bytes(check(b"", timeout=timeout_s))
-        except grpc.RpcError:
-            return None
+    health = Health.SERVING if Health.SERVING in answers else Health.NOT_SERVING
+    print(health.value)
+    return 0 if health is Health.SERVING else EXIT_UNAVAILABLE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -138,7 +138,13 @@ class Gateway:
             return ""
         if isinstance(prompt, str):
             return prompt
-        return await self._client.detokenize(prompt, model=body.model or "", api_key=key)
+        return await self._text(prompt, body.model, key)
+
+    async def _text(self, token_ids: Sequence[int], model: str | None, key: str) -> str:
+        """Return all that tokens stand for, special tokens too, as `vllm serve` does."""
+        return await self._client.detokenize(
+            token_ids, model=model or "", keep_special_tokens=True, api_key=key
+        )
 
     # The rest ------------------------------------------------------------------------------------
 
@@ -209,8 +215,7 @@ class Gateway:
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
         """Return the text of tokens."""
         key = translate.bearer_key(request.headers)
-        text = await self._client.detokenize(body.tokens, model=body.model or "", api_key=key)
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": await self._text(body.tokens, body.model, key)})
 
     async def health(self) -> Response:
         """Say whether requests can be served: 200, or 503."""

@@ -1,7 +1,8 @@
 """Bodies of requests, as the OpenAI API and `vllm serve` have them.
 
 What is not here is refused by name. `neutral` lists parameters that are known elsewhere and not
-supported here: a client may send them with a value that asks for nothing.
+supported here: a client may send them with a value that asks for nothing. `null` is the same as leaving
+a parameter out, for every one that may be left out.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Strict(BaseModel):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Unsupported parameter -> values that ask for nothing."""
+    _optional: ClassVar[frozenset[str]] = frozenset()
+    """Parameters that may be left out."""
 
     @model_validator(mode="before")
     @classmethod
@@ -47,7 +50,17 @@ class Strict(BaseModel):
         asked = sorted(name for name in known if not _is_one_of(data[name], cls.neutral[name]))
         if asked:
             raise PydanticCustomError(UNSUPPORTED, "is not supported", {"names": asked})
-        return {name: value for name, value in data.items() if name not in known} if known else data
+        return {
+            name: value
+            for name, value in data.items()
+            if name not in known and (value is not None or name not in cls._optional)
+        }
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        fields = cls.model_fields.items()
+        cls._optional = frozenset(field.alias or name for name, field in fields if not field.is_required())
 
 
 def _conflict(name: str, problem: str) -> PydanticCustomError:
@@ -63,15 +76,15 @@ def _is_one_of(value: object, values: tuple[Any, ...]) -> bool:
 class StreamOptions(Strict):
     """What a stream says beside the output."""
 
-    include_usage: bool = Field(False, description="a last event with the usage")
-    continuous_usage_stats: bool = Field(False, description="usage so far in every event")
-    include_obfuscation: Literal[False] = Field(False, description="events are never padded")
+    include_usage: bool | None = Field(False, description="a last event with the usage")
+    continuous_usage_stats: bool | None = Field(False, description="usage so far in every event")
+    include_obfuscation: Literal[False] | None = Field(False, description="events are never padded")
 
 
 class JsonSchema(Strict):
     """A schema that the output follows."""
 
-    name: str = ""
+    name: str | None = ""
     description: str | None = None
     schema_: dict[str, JsonValue] = Field(alias="schema")
     strict: bool | None = Field(None, description="the output always follows the schema")

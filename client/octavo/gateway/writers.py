@@ -19,6 +19,8 @@ from octavo.types import Choice, Delta, Progress, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
 _quote: Final[Callable[[str], str]] = encode_basestring
+# Ends of lines to `str.splitlines` and its like that JSON leaves raw. An event is one line to everybody.
+_LINE_ENDS: Final = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 def to_json(value: object) -> bytes:
@@ -28,7 +30,15 @@ def to_json(value: object) -> bytes:
 
 def event(value: object) -> bytes:
     """Return an event of a stream."""
-    return b"data: " + to_json(value) + b"\n\n"
+    return b"data: " + _encoded(to_json(value).decode()) + b"\n\n"
+
+
+def _encoded(json_text: str) -> bytes:
+    """Return JSON in UTF-8, escaping what some readers of streams split lines at."""
+    if not json_text.isascii():
+        for end, escaped in _LINE_ENDS.items():
+            json_text = json_text.replace(end, escaped)
+    return json_text.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +84,8 @@ class Writer(ABC):
         self._as_ids = bool(request.return_tokens_as_token_ids)
         self._stop_token_ids = frozenset(request.stop_token_ids or ())
         options = request.stream_options
-        self._usage_at_end = options is not None and options.include_usage
-        self._usage_always = options is not None and options.continuous_usage_stats
+        self._usage_at_end = options is not None and bool(options.include_usage)
+        self._usage_always = options is not None and bool(options.continuous_usage_stats)
         self._num_tokens = [0] * num_choices
         self._begin = (
             f'data: {{"id":{_quote(head.id)},"object":"{self.object_event}","created":{head.created},'
@@ -92,7 +102,7 @@ class Writer(ABC):
             parts += self._event(delta, first_choice, ended.pop(delta.choice, None), prompt_tokens)
         for choice in ended.values():
             parts += self._event(Delta(choice.index, "", ()), first_choice, choice, prompt_tokens)
-        return "".join(parts).encode()
+        return _encoded("".join(parts))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         """Return the events that end a stream."""

@@ -27,13 +27,13 @@ def proxy_of(target: str, env: Mapping[str, str] = os.environ) -> str | None:
         env: the environment. Unlike gRPC itself, `NO_PROXY` counts in capitals, too.
     """
     proxy = next((env[name] for name in _PROXIES if env.get(name)), None)
-    host = _host(target)
+    host = host_of(target)
     if proxy is None or host is None or _is_this_machine(host) or _is_excepted(host, env):
         return None
     return proxy
 
 
-def _host(target: str) -> str | None:
+def host_of(target: str) -> str | None:
     """Return the host of a target without brackets; None for a socket in the file system."""
     scheme, colon, rest = target.partition(":")
     if colon and scheme in ("unix", "unix-abstract", "vsock"):

@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from octavo import AsyncClient, Client, InvalidRequestError
+from octavo._sdk.health import Health
 from octavo.cli import chat, health, output
 from octavo.cli.main import COMMANDS, main
 from octavo.gateway.config import GatewaySettings
@@ -251,7 +252,12 @@ def test_health_address_without_a_port_means_the_port_of_the_scheduler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(health, "_ask", lambda endpoint, timeout_s: asked.append(endpoint))
+
+    def ask(endpoint: str, timeout_s: float) -> Health:
+        asked.append(endpoint)
+        return Health.UNREACHABLE
+
+    monkeypatch.setattr(health, "ask_health", ask)
 
     assert main(["health", "somewhere"]) == 3
     assert asked == ["somewhere:50051"]

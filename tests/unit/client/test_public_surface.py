@@ -18,6 +18,16 @@ def test_import_loads_no_grpc_and_no_protobuf() -> None:
     assert done.stdout.strip() == "set()"
 
 
+def test_help_loads_nothing_that_takes_its_time() -> None:
+    code = (
+        "import sys; from octavo.cli.main import main; main([]); "
+        "print(sys.modules.keys() & {'grpc', 'google.protobuf', 'importlib.metadata', 'asyncio'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
 def test_every_public_name_resolves_and_is_listed() -> None:
     for name in octavo.__all__:
         assert getattr(octavo, name) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,20 @@ from octavo import errors
 from octavo._sdk import wire
 from octavo.gateway import translate
 from octavo.gateway.errors import GatewayError, failure_of, failure_of_validation
-from octavo.gateway.schemas import ChatRequest, CompletionRequest
+from octavo.gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    DetokenizeRequest,
+    GenerationRequest,
+    JsonSchema,
+    Message,
+    ResponseFormat,
+    StreamOptions,
+    Strict,
+    StructuredOutputs,
+    TokenizeRequest,
+)
 from octavo.sampling import SamplingParams, StructuredOutput
 from pydantic import ValidationError
 
@@ -60,6 +74,51 @@ def test_what_a_body_leaves_out_is_left_to_the_model() -> None:
 
     assert found == {"api_key": "", "n": 1, "max_tokens": 16}
     assert translate.chat_job(chat(), {}).options == {"api_key": "", "n": 1}
+
+
+LEAST: dict[type[Strict], dict[str, Any]] = {
+    ChatRequest: {"messages": [{"role": "user", "content": "x"}]},
+    CompletionRequest: {"prompt": "x"},
+    ContentPart: {"type": "text", "text": "x"},
+    DetokenizeRequest: {"tokens": [1]},
+    JsonSchema: {"schema": {"a": 1}},
+    Message: {"role": "user", "content": "x"},
+    ResponseFormat: {"type": "text"},
+    StreamOptions: {},
+    StructuredOutputs: {"json": {"a": 1}},
+    TokenizeRequest: {"prompt": "x"},
+}
+"""A body of each kind, with little more than it needs."""
+
+
+def bodies(kind: type[Strict] = Strict) -> Iterator[type[Strict]]:
+    for inner in kind.__subclasses__():
+        yield from (inner, *bodies(inner))
+
+
+@pytest.mark.parametrize("kind", sorted(set(bodies()) - {GenerationRequest}, key=lambda kind: kind.__name__))
+def test_null_is_the_same_as_leaving_a_parameter_out(kind: type[Strict]) -> None:
+    nullable = kind.model_json_schema()["properties"]
+
+    def outcome(body: dict[str, Any]) -> Any:
+        try:
+            return kind.model_validate(body)
+        except ValidationError as error:
+            return [(one["type"], one["loc"]) for one in error.errors()]
+
+    for attribute, field in kind.model_fields.items():
+        name = field.alias or attribute
+        without = {key: value for key, value in LEAST[kind].items() if key != name}
+        if not field.is_required():
+            assert outcome({**without, name: None}) == outcome(without), name
+            assert {"type": "null"} in nullable[name].get("anyOf", []), name
+
+
+def test_max_tokens_null_and_left_out_are_the_same() -> None:
+    assert options(completion(max_tokens=None))["max_tokens"] == 16
+    assert (
+        "max_tokens" not in translate.chat_job(chat(max_tokens=None, max_completion_tokens=None), {}).options
+    )
 
 
 def test_top_k_of_vllm_and_special_tokens() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from octavo.gateway.logprobs import CompletionLogprobs, TokenTexts
 from octavo.gateway.responses import degradation_headers, level_header
 from octavo.gateway.schemas import ChatRequest, CompletionRequest
-from octavo.gateway.writers import ChatWriter, CompletionWriter, Head, usage_object
+from octavo.gateway.writers import ChatWriter, CompletionWriter, Head, event, usage_object
 from octavo.protocol.steps import FinishReason, TokenLogprobs
 from octavo.types import Choice, Delta, Progress, Usage
 
@@ -37,6 +37,33 @@ def test_events_hold_any_text_and_parse(texts: list[str], stop: str | int | None
     assert found[-1]["choices"][0]["finish_reason"] == "stop"
     assert found[-1]["choices"][0]["stop_reason"] == stop
     assert {event["model"] for event in found} == {HEAD.model}
+
+
+LINE_ENDS = [chr(code) for code in range(0x11000) if len(f"a{chr(code)}b".splitlines()) > 1]
+
+
+def test_every_event_is_one_line_however_lines_are_split() -> None:
+    text = "".join(f"é{end}" for end in LINE_ENDS)
+    logprobs = (TokenLogprobs(0, -1.0, 1, (0,), (-1.0,), text.encode(), (text.encode(),)),)
+    completion = {"prompt": "x", "stream": True, "logprobs": 1}
+    chat = {"messages": [{"role": "user", "content": "x"}], "stream": True, "logprobs": True}
+    head = Head("cmpl-1", 1700000000, text)
+    writers: list[CompletionWriter | ChatWriter] = [
+        CompletionWriter(CompletionRequest.model_validate(completion), head, [text]),
+        ChatWriter(ChatRequest.model_validate(chat), head),
+    ]
+    for writer in writers:
+        end = Choice(0, text, (1,), FinishReason.STOP, text)
+        data = writer.events(Progress((Delta(0, text, (1,), logprobs),), (end,)), 0, 3)
+        data += event({"error": {"message": text}})
+
+        lines = [line for line in data.decode().splitlines() if line]
+        found = [json.loads(line.removeprefix("data: ")) for line in lines]
+        assert found == parsed(data)
+        assert found[0]["model"] == text
+        assert found[-1]["error"]["message"] == text
+        assert found[-2]["choices"][0]["stop_reason"] == text
+    assert {"\x85", "\u2028", "\u2029"} < set(LINE_ENDS)
 
 
 def test_last_token_and_end_are_one_event() -> None:

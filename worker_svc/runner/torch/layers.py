@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ _TYPICAL_ROWS: Final = 8
 
 class Linear(ABC):
     """y = x W^T + b for x [rows, in] and W [out, in]."""
+
+    library: ClassVar[str] = "PyTorch"
+    """Whose kernel multiplies."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
@@ -48,6 +51,8 @@ class _Dense(Linear):
 class _OneDnn(Linear):
     """A weight in oneDNN's blocked layout."""
 
+    library = "oneDNN"
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)  # noqa: SLF001
         self._bias = bias
@@ -64,6 +69,8 @@ class _OneDnn(Linear):
 
 class _Float16(Linear):
     """A float16 weight in FBGEMM's layout, for float32 activations."""
+
+    library = "FBGEMM"
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)

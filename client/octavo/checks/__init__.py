@@ -1,0 +1,1 @@
+"""What can be known of a machine before Octavo runs on it; `octavo doctor` shows it."""
