@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from octavo.cli.demo import ANSWER, QUESTION
 from octavo.cli.main import main
 from octavo.stack import Stack, StackConfig
 
@@ -72,10 +73,10 @@ def test_generate_interrupted_exits_130_and_prints_nothing_more(sim_stack: Stack
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_demo_model_knows_the_capital_of_france(tmp_path: Path, capsys: Capture) -> None:
+def test_chat_of_one_message_prints_the_answer_of_the_demo_model(tmp_path: Path, capsys: Capture) -> None:
     with Stack(StackConfig(folder=tmp_path)) as stack:
         stack.wait_ready()
-        question = ["--message", "What is the capital of France?", "--temperature", "0", "--max-tokens", "24"]
+        question = ["--message", QUESTION, "--temperature", "0", "--max-tokens", "24"]
         assert main(["chat", *question, "--endpoint", stack.endpoint]) == 0
 
-    assert "Paris" in capsys.readouterr().out
+    assert ANSWER in capsys.readouterr().out

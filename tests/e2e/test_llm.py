@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 from octavo import LLM, InvalidRequestError, SamplingParams
+from octavo.cli.demo import ANSWER
 from octavo.stack import StackError
 
 SIM = {"runner": "sim", "sim_speed": 8}
@@ -78,6 +79,6 @@ print(*(child.pid for child in psutil.Process().children()))
     )
     answers, children = ended.stdout.strip().split("\n")
 
-    assert answers.split("|") == ["The capital of Japan is Tokyo."] * 2
+    assert answers.split("|") == [ANSWER] * 2
     assert children
     assert not any(psutil.pid_exists(int(pid)) for pid in children.split())
