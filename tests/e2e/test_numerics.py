@@ -48,8 +48,7 @@ def stack(kind: tuple[str, str]) -> Iterator[Stack]:
 
 
 def started(kind: tuple[str, str], *, chunked: bool) -> AbstractContextManager[Stack]:
-    eager = ("--enforce-eager",) if kind[0] == "vllm" else ()
-    arguments = (*worker_args(*kind, chunked=chunked), *eager)
+    arguments = worker_args(*kind, chunked=chunked)
     return system.running(worker_args=arguments, scheduler_args=system.UNSHED)
 
 
