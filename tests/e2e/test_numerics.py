@@ -12,7 +12,7 @@ from octavo.cli.demo import ANSWER, QUESTION
 from octavo.stack import Stack
 from octavo_lab.scorecard import system
 from octavo_lab.scorecard.demo_model import transformers_model
-from octavo_lab.scorecard.numerics import PROMISES, Judge, Questions, types_here, worker_args
+from octavo_lab.scorecard.numerics import PROMISES, Questions, ReferenceJudge, types_here, worker_args
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
@@ -29,8 +29,8 @@ KINDS = [
 
 
 @pytest.fixture(scope="module")
-def judge() -> Judge:
-    return Judge(transformers_model())
+def judge() -> ReferenceJudge:
+    return ReferenceJudge(transformers_model())
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -66,7 +66,7 @@ def test_demo_question_is_answered_right_by_a_wide_margin(
 
 
 def test_answers_cold_cached_together_and_chunked_keep_what_is_promised_of_their_type(
-    kind: tuple[str, str], stack: Stack, judge: Judge
+    kind: tuple[str, str], stack: Stack, judge: ReferenceJudge
 ) -> None:
     found = asyncio.run(QUESTIONS.answers(stack))
     with started(kind, chunked=True) as chunked:

@@ -73,7 +73,7 @@ def worker_args(runner: str, dtype: str, *, chunked: bool = False) -> tuple[str,
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GreedyAnswer:
     """A greedy answer, with the best alternatives at each of its positions."""
 
     prompt: tuple[int, ...]
@@ -93,7 +93,7 @@ class Questions:
     count: int
     output_tokens: int
 
-    async def answers(self, stack: Stack) -> dict[str, list[Answer]]:
+    async def answers(self, stack: Stack) -> dict[str, list[GreedyAnswer]]:
         """Ask a stack that computes prompts whole: one by one, again for prefix hits, and all together.
 
         Raises:
@@ -112,7 +112,7 @@ class Questions:
             raise RuntimeError("nothing was found in the cache")
         return found
 
-    async def chunked_answers(self, stack: Stack) -> dict[str, list[Answer]]:
+    async def chunked_answers(self, stack: Stack) -> dict[str, list[GreedyAnswer]]:
         """Ask a stack that computes prompts in chunks."""
         async with AsyncClient(stack.endpoint) as client:
             prompts = await self._prompts(client)
@@ -126,7 +126,7 @@ class Questions:
             [*tokens[number * LONGEST : number * LONGEST + length]] for number, length in enumerate(lengths)
         ]
 
-    async def _ask(self, client: AsyncClient, prompt: list[int], salt: str) -> Answer:
+    async def _ask(self, client: AsyncClient, prompt: list[int], salt: str) -> GreedyAnswer:
         result = await client.generate(
             prompt,
             temperature=0.0,
@@ -136,12 +136,12 @@ class Questions:
             cache_salt=salt,
             skip_text=True,
         )
-        return Answer(tuple(prompt), result.choices[0].logprobs, result.usage.cached_tokens)
+        return GreedyAnswer(tuple(prompt), result.choices[0].logprobs, result.usage.cached_tokens)
 
 
-async def answers_of(questions: Questions, runner: str, dtype: str) -> dict[str, list[Answer]]:
+async def answers_of(questions: Questions, runner: str, dtype: str) -> dict[str, list[GreedyAnswer]]:
     """Ask a stack that computes prompts whole and then one that computes them in chunks."""
-    found: dict[str, list[Answer]] = {}
+    found: dict[str, list[GreedyAnswer]] = {}
     for chunked in (False, True):
         settings = {
             "worker_args": worker_args(runner, dtype, chunked=chunked),
@@ -183,14 +183,14 @@ class Verdict:
         return max(self.mean_kl / promise.mean_kl, self.widest_tie / promise.near_tie)
 
 
-class Judge:
+class ReferenceJudge:
     """Compares answers with a model of transformers in float32."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._known: dict[tuple[int, ...], Any] = {}
 
-    def verdict(self, answers: Sequence[Answer]) -> Verdict:
+    def verdict(self, answers: Sequence[GreedyAnswer]) -> Verdict:
         """Return how far answers are from what the model says."""
         divergences, ties = [], []
         for answer in answers:
@@ -207,7 +207,7 @@ class Judge:
             widest_tie=max(ties, default=0.0),
         )
 
-    def _logprobs(self, answer: Answer) -> Any:
+    def _logprobs(self, answer: GreedyAnswer) -> Any:
         """Return the log probability of every token at each position of an answer, in float64.
 
         Most answers come again and again: from other types, from the cache.
@@ -222,7 +222,7 @@ class Judge:
         return self._known[context]
 
 
-def compared(cold: Sequence[Answer], other: Sequence[Answer]) -> dict[str, float]:
+def compared(cold: Sequence[GreedyAnswer], other: Sequence[GreedyAnswer]) -> dict[str, float]:
     """Compare answers to the same prompts with each other, up to where their tokens part."""
     pairs = [pair for one, two in zip(cold, other, strict=True) for pair in _in_step(one, two)]
     return {
@@ -232,7 +232,7 @@ def compared(cold: Sequence[Answer], other: Sequence[Answer]) -> dict[str, float
     }
 
 
-def _in_step(one: Answer, two: Answer) -> Iterator[tuple[TokenLogprobs, TokenLogprobs]]:
+def _in_step(one: GreedyAnswer, two: GreedyAnswer) -> Iterator[tuple[TokenLogprobs, TokenLogprobs]]:
     """Yield the positions of two answers that follow the same tokens."""
     pairs = list(zip(one.positions, two.positions, strict=True))
     yield pairs[0]

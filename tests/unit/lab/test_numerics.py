@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from octavo.protocol.steps import TokenLogprobs
-from octavo_lab.scorecard.numerics import Answer, Judge, Promise, compared, divergence
+from octavo_lab.scorecard.numerics import GreedyAnswer, Promise, ReferenceJudge, compared, divergence
 
 
 class Always:
@@ -27,8 +27,8 @@ def position(token_id: int, **probabilities: float) -> TokenLogprobs:
     return TokenLogprobs(token_id, 0.0, 1, ids, tuple(map(math.log, probabilities.values())))
 
 
-def answer(*positions: TokenLogprobs) -> Answer:
-    return Answer((1, 2), positions, 0)
+def answer(*positions: TokenLogprobs) -> GreedyAnswer:
+    return GreedyAnswer((1, 2), positions, 0)
 
 
 def test_divergence_of_equals_is_zero_and_the_rest_counts_as_one_outcome() -> None:
@@ -39,7 +39,7 @@ def test_divergence_of_equals_is_zero_and_the_rest_counts_as_one_outcome() -> No
 
 
 def test_judge_tells_how_much_the_reference_prefers_its_own_token() -> None:
-    judge = Judge(Always(0.5, 0.4, 0.1))
+    judge = ReferenceJudge(Always(0.5, 0.4, 0.1))
 
     verdict = judge.verdict([answer(position(0, t0=0.5, t1=0.4), position(1, t1=0.5, t0=0.4))])
 
@@ -50,7 +50,7 @@ def test_judge_tells_how_much_the_reference_prefers_its_own_token() -> None:
 
 
 def test_share_of_a_promise_is_that_of_its_worse_half() -> None:
-    verdict = Judge(Always(0.5, 0.4, 0.1)).verdict([answer(position(1, t0=0.5, t1=0.4))])
+    verdict = ReferenceJudge(Always(0.5, 0.4, 0.1)).verdict([answer(position(1, t0=0.5, t1=0.4))])
 
     assert verdict.share_of(Promise(mean_kl=1.0, near_tie=0.1)) == pytest.approx(math.log(1.25) / 0.1)
 

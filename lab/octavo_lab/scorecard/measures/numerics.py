@@ -8,7 +8,14 @@ from typing import Any, Final
 
 from octavo_lab.scorecard import Measurement, at_most, entry
 from octavo_lab.scorecard.demo_model import transformers_model
-from octavo_lab.scorecard.numerics import PROMISES, Judge, Questions, answers_of, compared, types_here
+from octavo_lab.scorecard.numerics import (
+    PROMISES,
+    Questions,
+    ReferenceJudge,
+    answers_of,
+    compared,
+    types_here,
+)
 from worker_svc.runner.vllm.installed import SUPPORTED_VERSION, installed_version
 
 QUESTIONS: Final = Questions(count=16, output_tokens=12)
@@ -28,7 +35,7 @@ async def numerics() -> Measurement:
         for runner in runners
         for dtype in types_here(runner)
     }
-    judge = await asyncio.to_thread(lambda: Judge(transformers_model()))
+    judge = await asyncio.to_thread(lambda: ReferenceJudge(transformers_model()))
     details: dict[str, Any] = {
         "types not here": [dtype for dtype in PROMISES if ("torch", dtype) not in found]
     }
