@@ -71,7 +71,6 @@ def test_generate_interrupted_exits_130_and_prints_nothing_more(sim_stack: Stack
         assert process.stderr.read() == b""
 
 
-@pytest.mark.slow
 @pytest.mark.model
 def test_chat_of_one_message_prints_the_answer_of_the_demo_model(tmp_path: Path, capsys: Capture) -> None:
     with Stack(StackConfig(folder=tmp_path)) as stack:
