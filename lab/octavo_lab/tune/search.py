@@ -12,15 +12,15 @@ until none is; steps are wide at first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
 
 BETTER: Final = 1.03
 """A setting must keep this much more than the best so far to replace it."""
 GROWTH: Final = 1.25
 """Rates are raised by this factor until one is not kept."""
-MOST_RAISES: Final = 32
-"""Times that the rate of a setting is raised: a thousandfold and more."""
+MOST_RATES: Final = 32
+"""Rates above a kept one that are tried: raised each time, a thousandfold and more."""
 HALVINGS: Final = 2
 """Times that the interval between a rate that was kept and one that was not is halved."""
 LOWEST_SHARE: Final = 1 / 64
@@ -35,6 +35,16 @@ class Settings:
     max_num_batched_tokens: int
     gpu_memory_utilization: float | None = None
     """None: the worker's default."""
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What is set, by the names in a file for `--config-file`."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @property
+    def flags(self) -> list[str]:
+        """The same as flags."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self.named.items()]
 
     def __str__(self) -> str:
         memory = "" if self.gpu_memory_utilization is None else f", memory {self.gpu_memory_utilization:g}"
@@ -59,11 +69,8 @@ class Trial:
     """Requests were preempted, or waited for memory."""
 
 
-class Evaluator(Protocol):
-    """Offers rates to settings."""
-
-    def __call__(self, settings: Settings, rate_per_s: float) -> Trial:
-        """Run one trial."""
+Evaluator = Callable[[Settings, float], Trial]
+"""Runs one trial: offers a rate (requests per second) to settings."""
 
 
 @dataclass(slots=True)
@@ -135,111 +142,78 @@ class SettingsSearch:
         self._first_rate = first_rate
         self._on_trial = on_trial
         self._may_go_on = may_go_on
-        self._found = TuningResult(None)
+        self.found = TuningResult(None)
+        """So far."""
         self._seen: set[Settings] = set()
 
-    @property
-    def found(self) -> TuningResult:
-        """What has been found so far."""
-        return self._found
-
     def run(self) -> TuningResult:
-        """SettingsSearch from the middle outwards."""
+        """Search from the middle outwards."""
         place = self._space.middle()
-        self._begin(place)
-        widths = [max(1, len(self._space.max_num_seqs) // 4), 1]
-        for width in dict.fromkeys(widths):
+        self._better_at(place)
+        for width in dict.fromkeys((max(1, len(self._space.max_num_seqs) // 4), 1)):
             while (better := self._best_neighbour(place, width)) is not None:
                 place = better
-        return self._found
+        return self.found
 
     def lowest_memory(self, utilizations: Sequence[float]) -> None:
         """See how little memory the best setting can do with; the least that keeps its rate is the best."""
         for utilization in sorted(utilizations, reverse=True):
-            best = self._found.best
-            if best is None or not self._may_go_on():
+            best = self.found.best
+            if best is None or not self._keeps(
+                replace(best.settings, gpu_memory_utilization=utilization), best.rate_per_s
+            ):
                 return
-            settings = Settings(best.settings.max_num_seqs, best.settings.max_num_batched_tokens, utilization)
-            trial = self._try(settings, best.rate_per_s)
-            if not trial.kept:
-                return
-            self._found.best = trial
-
-    def _begin(self, place: tuple[int, int]) -> None:
-        settings = self._space.at(place)
-        if settings is not None:
-            self._seen.add(settings)
-            self._climb(settings, self._first_rate)
 
     def _best_neighbour(self, place: tuple[int, int], width: int) -> tuple[int, int] | None:
         """Go round a place; return where the best is now, None when it has stayed."""
-        better = None
-        for step in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1)):
-            there = place[0] + width * step[0], place[1] + width * step[1]
-            settings = self._space.at(there)
-            if settings is None or settings in self._seen:
-                continue
-            self._seen.add(settings)
-            if self._challenge(settings):
-                better = there
-        return better
+        steps = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1))
+        around = [(place[0] + width * seqs, place[1] + width * tokens) for seqs, tokens in steps]
+        better = [there for there in around if self._better_at(there)]
+        return better[-1] if better else None
+
+    def _better_at(self, place: tuple[int, int]) -> bool:
+        settings = self._space.at(place)
+        if settings is None or settings in self._seen:
+            return False
+        self._seen.add(settings)
+        return self._challenge(settings)
 
     def _challenge(self, settings: Settings) -> bool:
-        """See whether a setting keeps more than the best, and how much more."""
-        best = self._found.best
+        """See whether a setting keeps more than the best, and how much more; without a best, anything."""
+        best = self.found.best
         rate = self._first_rate if best is None else BETTER * best.rate_per_s
+        lowest = rate * LOWEST_SHARE if best is None else rate
+        failed: float | None = None
+        while rate >= lowest:
+            if self._keeps(settings, rate):
+                self._raise(settings, rate, failed)
+                return True
+            failed, rate = rate, rate / 2
+        return False
+
+    def _raise(self, settings: Settings, kept: float, failed: float | None) -> None:
+        """Raise a rate that was kept until one is not, then close in."""
+        halvings = 0
+        for _ in range(MOST_RATES):
+            if failed is None:
+                rate = kept * GROWTH
+            elif halvings < HALVINGS and failed >= BETTER * kept:
+                rate = (kept * failed) ** 0.5
+                halvings += 1
+            else:
+                return
+            if self._keeps(settings, rate):
+                kept = rate
+            else:
+                failed = rate
+
+    def _keeps(self, settings: Settings, rate: float) -> bool:
+        """Try a rate, unless time is up; one that is kept is the best if none before was higher."""
         if not self._may_go_on():
             return False
-        if best is None:
-            self._climb(settings, rate)
-            return self._found.best is not None
-        trial = self._try(settings, rate)
-        if trial.kept:
-            self._found.best = trial
-            self._raise(settings, rate)
-        return trial.kept
-
-    def _climb(self, settings: Settings, rate: float) -> None:
-        """Find the highest rate that a setting keeps, from a guess in either direction."""
-        lowest = rate * LOWEST_SHARE
-        failed: float | None = None
-        while rate >= lowest and self._may_go_on():
-            trial = self._try(settings, rate)
-            if trial.kept:
-                if self._found.best is None or rate > self._found.best.rate_per_s:
-                    self._found.best = trial
-                self._raise(settings, rate, failed)
-                return
-            failed = rate
-            rate /= 2
-
-    def _raise(self, settings: Settings, kept: float, failed: float | None = None) -> None:
-        """Raise a rate that was kept until one is not, then close in."""
-        for _ in range(MOST_RAISES):
-            if failed is not None or not self._may_go_on():
-                break
-            rate = kept * GROWTH
-            if self._improves(settings, rate):
-                kept = rate
-            else:
-                failed = rate
-        for _ in range(HALVINGS):
-            if failed is None or failed < BETTER * kept or not self._may_go_on():
-                return
-            rate = (kept * failed) ** 0.5
-            if self._improves(settings, rate):
-                kept = rate
-            else:
-                failed = rate
-
-    def _improves(self, settings: Settings, rate: float) -> bool:
-        trial = self._try(settings, rate)
-        if trial.kept:
-            self._found.best = trial
-        return trial.kept
-
-    def _try(self, settings: Settings, rate: float) -> Trial:
-        trial = self._evaluate(settings, rate)
-        self._found.trials.append(trial)
+        trial, best = self._evaluate(settings, rate), self.found.best
+        self.found.trials.append(trial)
         self._on_trial(trial)
-        return trial
+        if trial.kept and (best is None or rate >= best.rate_per_s):
+            self.found.best = trial
+        return trial.kept

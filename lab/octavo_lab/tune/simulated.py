@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-from octavo.steptimes import StepTimes
+from dataclasses import replace
 
 from octavo_lab.fleet.arms import LATE, simulate
 from octavo_lab.fleet.workload import FleetConfig
@@ -18,26 +16,18 @@ from octavo_lab.tune.target import LatencyTarget, trial_of
 from scheduler_svc.core import CoreConfig
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedWorker:
-    """What is simulated."""
-
-    step_times: StepTimes
-    num_blocks: int
-    """At full memory utilization."""
-    block_size: int = 16
-    max_model_len: int = 8192
-
-
 class SimulatedTrials:
-    """Runs trials on a simulated worker. The same rate brings the same requests at the same times."""
+    """Runs trials on a simulated worker. The same rate brings the same requests at the same times.
+
+    Args:
+        worker: a fleet of one, with its blocks at full memory utilization.
+        lengths: (prompt tokens, output tokens) of each request.
+        target: what is wanted.
+        seed: of the times.
+    """
 
     def __init__(
-        self,
-        worker: SimulatedWorker,
-        lengths: Sequence[tuple[int, int]],
-        target: LatencyTarget,
-        seed: int = 1,
+        self, worker: FleetConfig, lengths: Sequence[tuple[int, int]], target: LatencyTarget, seed: int = 1
     ) -> None:
         self._worker = worker
         self._lengths = lengths
@@ -46,26 +36,18 @@ class SimulatedTrials:
 
     def __call__(self, settings: Settings, rate_per_s: float) -> Trial:
         """Run one trial; virtual time costs little, so none is stopped early."""
-        worker, target = self._worker, self._target
-        share = settings.gpu_memory_utilization or 1.0
-        fleet = FleetConfig(
-            num_workers=1,
+        fleet = replace(
+            self._worker,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            block_size=worker.block_size,
-            num_blocks=int(worker.num_blocks * share),
-            max_model_len=worker.max_model_len,
-            step_times=worker.step_times,
+            num_blocks=int(self._worker.num_blocks * (settings.gpu_memory_utilization or 1.0)),
         )
-        rng = random.Random(self._seed)  # for repetition, not for secrets
-        times = poisson(rate_per_s, rng)
+        times = poisson(rate_per_s, random.Random(self._seed))
         jobs = []
-        for number, (prompt, output) in enumerate(self._lengths):
-            at = next(times)
-            spec = request_of(TraceRequest(at, prompt, output), f"r{number}", number, worker.block_size)
-            jobs.append((at, replace(spec, root_key=b"")))
+        for number, (at, lengths) in enumerate(zip(times, self._lengths, strict=False)):
+            jobs.append((at, request_of(TraceRequest(at, *lengths), f"r{number}", number, fleet.block_size)))
         results = simulate(LATE, jobs, fleet, CoreConfig(max_waiting_requests=len(jobs) + 1))
-        return trial_of(settings, rate_per_s, target, [_measured(*one) for one in enumerate(results)])
+        return trial_of(settings, rate_per_s, self._target, [_measured(*one) for one in enumerate(results)])
 
 
 def _measured(number: int, one: SimResult) -> RequestMeasurement:
