@@ -151,10 +151,6 @@ class EngineMachine:
         return self.engine.num_live
 
     @property
-    def lengths(self) -> dict[int, int]:
-        return {s.handle: len(s.token_ids) for s in self._sequences}
-
-    @property
     def _sequences(self) -> list[SequenceData]:
         return [live.sequence for live in self.engine._running.states.values()]
 

@@ -104,10 +104,6 @@ class Twins:
         return int(self._same(lambda twin: twin.num_seqs))
 
     @property
-    def lengths(self) -> dict[int, int]:
-        return dict(self._same(lambda twin: twin.lengths))
-
-    @property
     def quiet(self) -> bool:
         return bool(self._same(lambda twin: twin.quiet))
 

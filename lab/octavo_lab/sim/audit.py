@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from octavo_lab.sim.host import WorkerHost
@@ -23,6 +24,11 @@ def require(holds: bool, promise: str, detail: object = "") -> None:
         raise InvariantError(f"{promise}: {detail}")
 
 
+def require_same(found: object, known: object, promise: str, where: object = "") -> None:
+    """Raise unless a recount gives what the core has in its books."""
+    require(found == known, promise, (where, found, known))
+
+
 def check_core(core: SchedulerCore) -> None:
     """Verify the books of a core from scratch."""
     where: dict[Sequence, WorkerState] = {}
@@ -38,85 +44,71 @@ def check_core(core: SchedulerCore) -> None:
         live = [s for s in request.sequences if s.status is not SequenceStatus.FINISHED]
         require(len(live) == request.live > 0, "live choices are counted", request.request_id)
         for sequence in live:
-            state = (request.request_id, sequence.choice, sequence.status)
-            bound = sequence.status in {SequenceStatus.RUNNING, SequenceStatus.RELEASING}
+            status, state = sequence.status, (request.request_id, sequence.choice, sequence.status)
+            bound = status in {SequenceStatus.RUNNING, SequenceStatus.RELEASING}
             require(bound == (sequence in where), "who runs is on a worker", state)
-            require(
-                (sequence.status is SequenceStatus.WAITING) == (sequence in waiting),
-                "who waits is queued",
-                state,
-            )
-        if any(s.status is SequenceStatus.HELD for s in live):
-            leader = request.sequences[0]
-            require(
-                leader.status is not SequenceStatus.FINISHED, "who is held has a leader", request.request_id
-            )
+            queued = status is SequenceStatus.WAITING
+            require(queued == (sequence in waiting), "who waits is queued", state)
+        led = request.sequences[0] in live or all(s.status is not SequenceStatus.HELD for s in live)
+        require(led, "who is held has a leader", request.request_id)
 
 
 def _check_worker(worker: WorkerState, window: int) -> None:
-    name = worker.worker_id
-    size = worker.block_size
-    require(len(worker.pipeline.in_flight) <= window, "the window bounds plans in flight", name)
-    steps = [flight.plan.step for flight in worker.pipeline.in_flight]
-    expected = list(range(worker.pipeline.next_step - len(steps), worker.pipeline.next_step))
-    require(steps == expected, "plans in flight are in order", (name, steps))
-    growth = [0] * size
+    name, in_flight, blocks = worker.worker_id, worker.pipeline.in_flight, worker.blocks
+    require(len(in_flight) <= window, "the window bounds plans in flight", name)
+    steps = [flight.plan.step for flight in in_flight]
+    following = worker.pipeline.next_step
+    require_same(steps, [*range(following - len(steps), following)], "plans in flight are in order", name)
     for handle, sequence in worker.decoding.items():
         require(sequence.status is SequenceStatus.RUNNING, "who decodes runs", (name, handle))
         require(sequence.binding.growth_bucket is not None, "who decodes grows", (name, handle))
-        if sequence.binding.growth_bucket is not None:
-            growth[sequence.binding.growth_bucket] += 1
-    require(growth == worker.blocks.growth, "growth is counted", (name, growth, worker.blocks.growth))
+    buckets = Counter(sequence.binding.growth_bucket for sequence in worker.decoding.values())
+    growth = [buckets[bucket] for bucket in range(worker.block_size)]
+    require_same(growth, blocks.growth, "growth is counted", name)
     context = sum(sequence.num_tokens for sequence in worker.decoding.values())
-    require(context == worker.context_tokens, "context is counted", (name, context, worker.context_tokens))
+    require_same(context, worker.context_tokens, "context is counted", name)
     running = worker.decoding.keys() | worker.prefilling.keys()
     require(not worker.decoding.keys() & worker.prefilling.keys(), "a sequence is in one phase", name)
     require(running <= worker.sequences.keys(), "who runs is known", name)
     for handle, sequence in worker.sequences.items():
-        require(
-            sequence.binding.handle == handle or sequence.binding.worker_id != name,
-            "handles match",
-            (name, handle),
-        )
-        runs = sequence.status is SequenceStatus.RUNNING and sequence.binding.worker_id == name
+        here = sequence.binding.worker_id == name
+        require(sequence.binding.handle == handle or not here, "handles match", (name, handle))
+        runs = sequence.status is SequenceStatus.RUNNING and here
         require(runs == (handle in running), "who is bound runs", (name, handle, sequence.status))
-    coming = sum(flight.blocks_coming for flight in worker.pipeline.in_flight)
-    require(coming == worker.blocks.coming, "blocks on their way are counted", name)
-    planned: dict[int, int] = {}
-    for flight in worker.pipeline.in_flight:
+    coming = sum(flight.blocks_coming for flight in in_flight)
+    require_same(coming, blocks.coming, "blocks on their way are counted", name)
+    planned: Counter[int] = Counter()
+    for flight in in_flight:
         for handle, tokens in flight.plan.prefill:
-            planned[handle] = planned.get(handle, 0) + tokens
+            planned[handle] += tokens
     for handle, sequence in worker.prefilling.items():
-        require(
-            sequence.binding.num_planned_tokens == planned.get(handle, 0),
-            "planned prefill is counted",
-            (name, handle),
-        )
-    alone = worker.sequences and not worker.pipeline.in_flight and worker.pipeline.next_plan_at is None
+        known = sequence.binding.num_planned_tokens
+        require_same(planned[handle], known, "planned prefill is counted", (name, handle))
+    alone = worker.sequences and not in_flight and worker.pipeline.next_plan_at is None
     require(not alone, "a worker with sequences is never left alone", (name, list(worker.sequences)))
 
 
 def _check_queue(pool: ModelPool) -> list[Sequence]:
-    queue = pool.queue
-    waiting = [*queue.order(0.0)]
+    queue, waiting = pool.queue, [*pool.queue.order(0.0)]
     require(len(waiting) == len(set(waiting)) == len(queue), "the queue yields each once", len(waiting))
     require(all(s.status is SequenceStatus.WAITING for s in waiting), "who is queued waits")
-    tokens = sum(sequence.waiting.num_tokens for sequence in waiting)
-    require(tokens == queue.num_tokens, "waiting tokens are counted", (tokens, queue.num_tokens))
-    bounded = [s for s in waiting if s.history.started_at is None and not s.request.spec.paced]
-    found = (len({s.request for s in bounded}), sum(s.waiting.num_tokens for s in bounded))
-    known = (queue.bounded_requests(), queue.bounded_tokens())
-    require(found == known, "what the bounds count is counted", (found, known))
+    fresh = [s for s in waiting if s.history.started_at is None]
+    bounded = [s for s in fresh if not s.request.spec.paced]
     usable = [worker for worker in pool.workers.values() if not worker.draining]
     stranded = {s for s in waiting if usable and not any(pool.can_hold(worker, s) for worker in usable)}
-    noted = set().union(*(each.stranded for each in queue.classes.values()))
-    require(stranded == noted, "who is stranded is known", (len(stranded), len(noted)))
-    tokens = sum(sequence.waiting.num_tokens for sequence in stranded)
-    known_tokens = sum(each.stranded_tokens for each in queue.classes.values())
-    require(tokens == known_tokens, "their tokens are counted", (tokens, known_tokens))
-    fresh = sum(1 for sequence in waiting if sequence.history.started_at is None)
-    require(fresh == queue.num_fresh, "fresh ones are counted", (fresh, queue.num_fresh))
+    classes = queue.classes.values()
+    require(stranded == set().union(*(each.stranded for each in classes)), "who is stranded is known")
+    stranded_tokens = sum(each.stranded_tokens for each in classes)
+    require_same(_tokens(waiting), queue.num_tokens, "waiting tokens are counted")
+    require_same(len({s.request for s in bounded}), queue.bounded_requests(), "bounded requests are counted")
+    require_same(_tokens(bounded), queue.bounded_tokens(), "bounded tokens are counted")
+    require_same(_tokens(stranded), stranded_tokens, "tokens of the stranded are counted")
+    require_same(len(fresh), queue.num_fresh, "fresh ones are counted")
     return waiting
+
+
+def _tokens(sequences: Iterable[Sequence]) -> int:
+    return sum(sequence.waiting.num_tokens for sequence in sequences)
 
 
 def check_nothing_sleeps(core: SchedulerCore, now: float) -> None:

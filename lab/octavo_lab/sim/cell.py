@@ -6,14 +6,12 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from octavo.protocol.steps import Report
-
 from octavo_lab.sim.clock import EventLoop
-from octavo_lab.sim.host import LinkTimings, StepMachine, WorkerHost
+from octavo_lab.sim.host import Event, LinkTimings, StepMachine, WorkerHost
 from octavo_lab.sim.worker import SimWorker, SimWorkerConfig
 from scheduler_svc.core.core import SchedulerCore
 from scheduler_svc.core.effects import DetachWorker, Effect, SendCancel, SendPlan
-from scheduler_svc.core.events import NewRequest, WorkerInfo
+from scheduler_svc.core.events import NewRequest
 
 
 class SimObserver(Protocol):
@@ -44,14 +42,9 @@ class SimCell:
         self.observers = list(observers)
         self._tick_at = math.inf
         for config in workers:
-            self.add(WorkerHost(config.worker_id, machine(config), self.loop, timings))
-
-    def add(self, host: WorkerHost) -> None:
-        """Start a worker and attach it."""
-        self.hosts[host.worker_id] = host
-        host.start(self)
-
-    # Clients -------------------------------------------------------------------------------------
+            name = config.worker_id
+            self.hosts[name] = WorkerHost(name, machine(config), self.loop, self._take, timings)
+            self.hosts[name].attach()
 
     def submit(self, spec: NewRequest) -> None:
         """Submit a request now."""
@@ -71,26 +64,6 @@ class SimCell:
         """End a choice now, as a stop string does."""
         self.perform(self.core.stop_choice(request_id, choice, self.loop.now))
 
-    # Workers -------------------------------------------------------------------------------------
-
-    def on_up(self, host: WorkerHost, info: WorkerInfo) -> None:
-        """A session has begun."""
-        self.perform(self.core.worker_up(info, self.loop.now))
-
-    def on_down(self, host: WorkerHost) -> None:
-        """The stream has ended."""
-        self.perform(self.core.worker_down(host.worker_id, self.loop.now))
-
-    def on_draining(self, host: WorkerHost) -> None:
-        """The worker takes nothing new."""
-        self.perform(self.core.worker_draining(host.worker_id, self.loop.now))
-
-    def on_report(self, host: WorkerHost, report: Report) -> None:
-        """A report has arrived."""
-        self.perform(self.core.report(host.worker_id, report, self.loop.now))
-
-    # Effects -------------------------------------------------------------------------------------
-
     def perform(self, effects: list[Effect]) -> None:
         """Do what the core wants done, and see to it that it is woken in time."""
         for observer in self.observers:
@@ -106,6 +79,9 @@ class SimCell:
         if wake is not None and wake < self._tick_at:
             self._tick_at = wake
             self.loop.at(wake, self._tick)
+
+    def _take(self, event: Event) -> None:
+        self.perform(event(self.core, self.loop.now))
 
     def _tick(self) -> None:
         if self.loop.now >= self._tick_at:

@@ -25,7 +25,7 @@ from octavo_lab.sim.worker import MODEL, SimWorker, SimWorkerConfig
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import SchedulerCore
 from scheduler_svc.core.effects import Effect, FinishChoice, Reject
-from scheduler_svc.core.errors import CoreError, Reason
+from scheduler_svc.core.errors import Reason
 from scheduler_svc.core.events import NewRequest
 
 BLOCK_SIZE = 16
@@ -49,27 +49,28 @@ class RandomTraffic:
     """Makes up requests of every kind; the same seed makes the same ones."""
 
     rng: random.Random
-    max_prompt: int = 400
     max_output: int = 120
-    max_n: int = 4
-    deadlines: bool = True
     prefixes: list[tuple[int, ...]] = field(default_factory=list)
     """Openings that prompts share."""
     count: int = 0
 
     def __post_init__(self) -> None:
-        for length in (16, 48, 100, 200):
-            self.prefixes.append(tuple(self.rng.randrange(1000) for _ in range(length)))
+        self.prefixes.extend(self._tokens(length) for length in (16, 48, 100, 200))
 
     def request(self, now: float) -> NewRequest:
         """Return a new request."""
         rng = self.rng
         self.count += 1
         seed = self.count
-        prompt = self._prompt()
-        n = rng.randint(2, self.max_n) if self.max_n > 1 and rng.random() < 0.15 else 1
+        opening = rng.choice(self.prefixes) if rng.random() < 0.5 else ()
+        longest = 400 if rng.random() < 0.1 else 66
+        prompt = (*opening, *self._tokens(rng.randint(1, longest)))
+        n = rng.randint(2, 4) if rng.random() < 0.15 else 1
         most = rng.randint(1, self.max_output)
-        stops = self._stops(seed, len(prompt), most) if rng.random() < 0.5 else ()
+        stops: tuple[int, ...] = ()
+        if rng.random() < 0.5:
+            # A token that comes up on the way, as an end-of-sequence token does.
+            stops = (token_at(stream_of(seed, 0), len(prompt) + rng.randrange(most)),)
         root = bytes(KEY_BYTES)
         return NewRequest(
             request_id=f"r{seed}",
@@ -87,31 +88,20 @@ class RandomTraffic:
             paced=rng.random() < 0.1,
         )
 
-    def _prompt(self) -> tuple[int, ...]:
-        rng = self.rng
-        opening = rng.choice(self.prefixes) if rng.random() < 0.5 else ()
-        longest = self.max_prompt if rng.random() < 0.1 else self.max_prompt // 6
-        return (*opening, *(rng.randrange(1000) for _ in range(rng.randint(1, longest))))
-
-    def _stops(self, seed: int, prompt_len: int, most: int) -> tuple[int, ...]:
-        """Return a token that comes up on the way, as an end-of-sequence token does."""
-        position = prompt_len + self.rng.randrange(most)
-        return (token_at(stream_of(seed, 0), position),)
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self.rng.randrange(1000) for _ in range(count))
 
     def _deadline(self, now: float, low: float, high: float) -> float | None:
-        if not self.deadlines or self.rng.random() < 0.7:
-            return None
-        return now + self.rng.uniform(low, high)
+        return None if self.rng.random() < 0.7 else now + self.rng.uniform(low, high)
 
     def _resumed(self, seed: int, n: int, prompt_len: int, most: int) -> dict[int, tuple[int, ...]]:
         if most < 2 or self.rng.random() > 0.05:
             return {}
-        resumed = {}
-        for choice in range(n):
-            stream = stream_of(seed, choice)
-            tokens = range(prompt_len, prompt_len + self.rng.randrange(most))
-            resumed[choice] = tuple(token_at(stream, position) for position in tokens)
-        return resumed
+        ends = [prompt_len + self.rng.randrange(most) for _ in range(n)]
+        return {
+            choice: tuple(token_at(stream_of(seed, choice), at) for at in range(prompt_len, end))
+            for choice, end in enumerate(ends)
+        }
 
 
 def chaos_workers(count: int) -> list[SimWorkerConfig]:
@@ -179,8 +169,7 @@ class Chaos:
         self.traffic = RandomTraffic(random.Random(seed + 1))
         self.faults = FaultInjector(setting.rates, random.Random(seed + 2), hang_s=3.0)
         self.live: dict[str, NewRequest] = {}
-        self.innocents: list[tuple[float, str, CoreError]] = []
-        """Requests that were failed although nothing was wrong with them."""
+        self.innocents = 0
         self.steps = 0
         self._running_sum = 0
         self._arrivals = poisson(setting.rate_per_s, random.Random(seed + 3))
@@ -205,11 +194,8 @@ class Chaos:
         for effect in effects:
             if not isinstance(effect, Reject | FinishChoice):
                 continue
-            error = effect.error
-            if error is not None and error.reason in {Reason.POISON, Reason.STEP_FAILED}:
-                spec = self.live[effect.request_id]
-                if (spec.sampling.seed or 0) not in self.faults.poison:
-                    self.innocents.append((now, effect.request_id, error))
+            if effect.error is not None and effect.error.reason in {Reason.POISON, Reason.STEP_FAILED}:
+                self.innocents += self.live[effect.request_id].sampling.seed not in self.faults.poison
             if isinstance(effect, Reject) or effect.last:
                 self.live.pop(effect.request_id, None)
 
@@ -222,6 +208,10 @@ class Chaos:
         self.cell.loop.run(stop=lambda: not self.live and self.core.next_wakeup() is None)
         check_ended(self.core, self.cell.hosts)
         snapshot = self.core.snapshot(self.cell.loop.now)
+        surprises: Counter[str] = Counter()
+        for host in self.cell.hosts.values():
+            if isinstance(host.machine, SimWorker):
+                surprises += host.machine.surprises
         return ChaosResult(
             steps=self.steps,
             virtual_s=self.cell.loop.now,
@@ -231,16 +221,9 @@ class Chaos:
             tokens=self.monitor.num_tokens,
             outcomes={str(reason): count for reason, count in snapshot.outcomes.items()},
             faults=dict(self.faults.counts),
-            innocents=len(self.innocents),
-            surprises=dict(self._surprises()),
+            innocents=self.innocents,
+            surprises=dict(surprises),
         )
-
-    def _surprises(self) -> Counter[str]:
-        total: Counter[str] = Counter()
-        for host in self.cell.hosts.values():
-            if isinstance(host.machine, SimWorker):
-                total.update(host.machine.surprises)
-        return total
 
     def _before_step(self, host: object) -> None:
         self.steps += 1

@@ -92,13 +92,11 @@ class FaultInjector:
         if seeds and host.worker_id in self._fail_next:
             self._fail_next.discard(host.worker_id)
             return (StepError((), "EXCEPTION", "injected"),)
-        poisonous = [self.poison[seed] for seed in seeds if seed in self.poison] if self.poison else []
-        if Poison.KILLS in poisonous:
+        poisonous = {seed: self.poison[seed] for seed in seeds if seed in self.poison} if self.poison else {}
+        if Poison.KILLS in poisonous.values():
             self.counts["killed"] += 1
             raise WorkerCrashedError
-        if Poison.FAILS_NAMED in poisonous:
-            named = [seed for seed in seeds if self.poison.get(seed) is Poison.FAILS_NAMED]
-            return (StepError(host.machine.handles_of(frozenset(named)), "INVALID_VALUE", "poison"),)
-        if poisonous:
-            return (StepError((), "EXCEPTION", "poison"),)
-        return ()
+        named = frozenset(seed for seed, poison in poisonous.items() if poison is Poison.FAILS_NAMED)
+        if named:
+            return (StepError(host.machine.handles_of(named), "INVALID_VALUE", "poison"),)
+        return (StepError((), "EXCEPTION", "poison"),) if poisonous else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from octavo.protocol.steps import Admit, FinishReason, Plan
+from octavo.protocol.steps import FinishReason, Plan
 
 from octavo_lab.sim.audit import InvariantError, check_core, check_nothing_sleeps, check_order, require
 from octavo_lab.sim.host import WorkerHost
@@ -45,14 +45,6 @@ class _Live:
     choices: dict[int, _Choice] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Session:
-    """What has been sent to a worker since it came up."""
-
-    last_step: int = 0
-    last_handle: int = 0
-
-
 class Monitor:
     """Raises `InvariantError` at the first effect that no core may have.
 
@@ -75,12 +67,12 @@ class Monitor:
         self._events = 0
         self._live: dict[str, _Live] = {}
         self._ended: set[str] = set()
-        self._sessions: dict[str, _Session] = {}
+        self._sent: dict[str, tuple[int, int]] = {}
+        """The last step and handle that a worker has been sent since it came up."""
         self._planned: set[tuple[int, int]] = set()
         """(seed, choice) of what some plan has admitted."""
         self._submitting: str | None = None
         self.num_tokens = 0
-        self.num_ended = 0
 
     def submitted(self, spec: NewRequest, now: float) -> None:
         """A request is about to be submitted."""
@@ -106,8 +98,7 @@ class Monitor:
                 for delta in effect.deltas:
                     self._tokens(delta)
             elif isinstance(effect, SendPlan):
-                self._plan(effect.worker_id, effect.plan, now)
-                self._settled(effect.worker_id, effect.plan, dead)
+                self._plan(effect.worker_id, effect.plan, dead, now)
             elif isinstance(effect, FinishChoice):
                 self._finish(effect)
             elif isinstance(effect, Reject):
@@ -115,9 +106,9 @@ class Monitor:
             elif isinstance(effect, RequestAccepted):
                 self._accepted(effect)
             elif isinstance(effect, DetachWorker):
-                self._sessions.pop(effect.worker_id, None)
+                self._sent.pop(effect.worker_id, None)
             elif isinstance(effect, LogEvent) and effect.name in {"worker_up", "worker_lost"}:
-                self._sessions.pop(str(effect.fields["worker_id"]), None)
+                self._sent.pop(str(effect.fields["worker_id"]), None)
         self._submitting = None
         self._passed.clear()
         self._accounts()
@@ -137,55 +128,47 @@ class Monitor:
 
     def _accepted(self, effect: RequestAccepted) -> None:
         live = self._of(effect.request_id, "RequestAccepted")
-        if live.accepted:
-            raise InvariantError(f"{effect.request_id} was accepted twice")
+        require(not live.accepted, "a request is accepted once", effect.request_id)
         live.accepted = True
 
     def _tokens(self, delta: TokenDelta) -> None:
         live = self._of(delta.request_id, "tokens")
         choice = live.choices.get(delta.choice)
+        name = (delta.request_id, delta.choice)
         if choice is None or not live.accepted:
-            raise InvariantError(f"tokens for {delta.request_id}/{delta.choice}, which is not open")
+            raise InvariantError(f"tokens for {name}, which is not open")
         for token in delta.token_ids:
             expected = token_at(choice.stream, choice.length)
             if token != expected:
-                raise InvariantError(
-                    f"{delta.request_id}/{delta.choice}: token {token} at position {choice.length}, "
-                    f"must be {expected}"
-                )
+                raise InvariantError(f"{name}: {token} at position {choice.length}, must be {expected}")
             choice.length += 1
             self.num_tokens += 1
-        if choice.length > choice.most:
-            raise InvariantError(f"{delta.request_id}/{delta.choice}: more than max_tokens")
+        require(choice.length <= choice.most, "nobody gets more than max_tokens", name)
 
     def _finish(self, effect: FinishChoice) -> None:
         live = self._of(effect.request_id, "FinishChoice")
-        name = f"{effect.request_id}/{effect.choice}"
+        name = (effect.request_id, effect.choice)
         choice = live.choices.pop(effect.choice, None)
         if choice is None:
             raise InvariantError(f"{name} ended twice")
-        got = choice.length - len(live.spec.prompt_token_ids)
-        if effect.completion_tokens != got:
-            raise InvariantError(f"{name}: {effect.completion_tokens} tokens billed, {got} sent")
-        if effect.reason is FinishReason.LENGTH and choice.length != choice.most:
-            raise InvariantError(f"{name}: cut at {choice.length} of {choice.most} tokens")
-        if effect.last != (not live.choices):
-            raise InvariantError(f"{name}: last={effect.last} with {len(live.choices)} choices left")
+        sent, billed = choice.length - len(live.spec.prompt_token_ids), effect.completion_tokens
+        require(billed == sent, "what is sent is billed", (name, billed, sent))
+        full = effect.reason is not FinishReason.LENGTH or choice.length == choice.most
+        require(full, "nobody is cut before max_tokens", (name, choice.length, choice.most))
+        require(effect.last == (not live.choices), "the last choice says so", (name, len(live.choices)))
         if effect.last:
             self._close(effect.request_id)
 
     def _reject(self, effect: Reject) -> None:
-        if self._submitting == effect.request_id:
-            return
-        live = self._of(effect.request_id, "Reject")
-        if len(live.choices) != (live.spec.sampling.n or 1):
-            raise InvariantError(f"{effect.request_id} was rejected after a choice had ended")
-        self._close(effect.request_id)
+        if self._submitting != effect.request_id:
+            live = self._of(effect.request_id, "Reject")
+            whole = len(live.choices) == (live.spec.sampling.n or 1)
+            require(whole, "nobody is rejected after a choice has ended", effect.request_id)
+            self._close(effect.request_id)
 
     def _close(self, request_id: str) -> None:
         del self._live[request_id]
         self._ended.add(request_id)
-        self.num_ended += 1
 
     # Workers -------------------------------------------------------------------------------------
 
@@ -194,38 +177,27 @@ class Monitor:
     ) -> None:
         self._passed.setdefault(worker.worker_id, set()).add(sequence)
 
-    def _plan(self, worker_id: str, plan: Plan, now: float) -> None:
-        session = self._sessions.setdefault(worker_id, _Session())
-        if plan.step != session.last_step + 1:
-            raise InvariantError(f"{worker_id}: plan {plan.step} after {session.last_step}")
-        session.last_step = plan.step
+    def _plan(self, worker_id: str, plan: Plan, dead: set[str], now: float) -> None:
+        """Check a plan; no other worker may still have what it admits, unless its stream is dead."""
+        last_step, last_handle = self._sent.get(worker_id, (0, 0))
+        if plan.step != last_step + 1:
+            raise InvariantError(f"{worker_id}: plan {plan.step} after {last_step}")
         fresh = []
         for admit in plan.admit:
-            self._admit(worker_id, session, admit)
+            seed, handle = admit.sampling.seed or 0, admit.handle
+            require(handle > last_handle, "handles ascend", (worker_id, handle, last_handle))
+            last_handle = handle
             # Siblings, and whoever was planned before, stand in front of their class.
-            name = (admit.sampling.seed or 0, admit.choice)
-            if not admit.choice and name not in self._planned:
-                fresh.append(admit.handle)
-            self._planned.add(name)
+            if not admit.choice and (seed, 0) not in self._planned:
+                fresh.append(handle)
+            self._planned.add((seed, admit.choice))
+            for host in self.hosts.values():
+                other = host.session and host.worker_id != worker_id and host.worker_id not in dead
+                clear = not other or not host.machine.has(seed, admit.choice)
+                require(clear, "nobody is on two workers", (worker_id, host.worker_id, handle))
+        self._sent[worker_id] = plan.step, last_handle
         if fresh and self._core.config.policy == "fcfs" and self._core.config.static is None:
             check_order(self._core, worker_id, fresh, self._passed.get(worker_id, set()), now)
-
-    def _settled(self, worker_id: str, plan: Plan, dead: set[str]) -> None:
-        """No other worker may still have what a plan admits; one whose stream is dead does not count."""
-        for admit in plan.admit:
-            for host in self.hosts.values():
-                if host.session and host.worker_id != worker_id and host.worker_id not in dead:
-                    seed = admit.sampling.seed or 0
-                    require(
-                        not host.machine.has(seed, admit.choice),
-                        "nobody is on two workers",
-                        (worker_id, host.worker_id, admit.handle),
-                    )
-
-    def _admit(self, worker_id: str, session: _Session, admit: Admit) -> None:
-        if admit.handle <= session.last_handle:
-            raise InvariantError(f"{worker_id}: handle {admit.handle} after {session.last_handle}")
-        session.last_handle = admit.handle
 
     # Books ---------------------------------------------------------------------------------------
 

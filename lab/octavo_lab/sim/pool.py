@@ -82,12 +82,7 @@ class CountingPool:
 
     def take_events(self) -> KeyEvents:
         """Return what became of keys since the last call."""
-        if not self._stored and not self._evicted:
-            return _NO_EVENTS
         events = KeyEvents(stored=tuple(self._stored), evicted=tuple(self._evicted))
         self._stored.clear()
         self._evicted.clear()
         return events
-
-
-_NO_EVENTS = KeyEvents()

@@ -53,12 +53,8 @@ class SimWorkerConfig:
     max_num_batched_tokens: int = 512
     max_model_len: int = 8192
     prefix_caching: bool = True
+    """Blocks stay for whoever has the same prefix; those of contiguous memory never do."""
     paged: bool = True
-
-    @property
-    def caches(self) -> bool:
-        """It keeps blocks for whoever has the same prefix; contiguous memory never does."""
-        return self.prefix_caching and self.paged
 
 
 @dataclass(slots=True)
@@ -93,19 +89,22 @@ class _Row:
 
 @dataclass(slots=True)
 class _Step:
-    """What a step computes, and what has become of the sequences in it so far."""
+    """What a step computes, and what comes of it; fields as in `Report`."""
 
+    rows: list[tuple[_Row, int]] = field(default_factory=list)
+    """Sequences in the order of their admission, and how many tokens of each are computed."""
+    status: StepStatus = StepStatus.OK
+    errors: tuple[StepError, ...] = ()
+    timing: StepTiming = StepTiming()
     admitted: list[Admitted] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     stalled: list[tuple[int, StallReason]] = field(default_factory=list)
-    rows: list[tuple[_Row, int]] = field(default_factory=list)
-    """Sequences in the order of their admission, and how many tokens of each are computed."""
-    num_decodes: int = 0
-    context_tokens: int = 0
     prefilled: list[tuple[int, int]] = field(default_factory=list)
-    prefill_tokens: int = 0
-    prefill_squares: int = 0
+    token_handles: list[int] = field(default_factory=list)
+    first_positions: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
 
 
 StepFault = Callable[[frozenset[int]], tuple[StepError, ...]]
@@ -128,14 +127,20 @@ class SimWorker:
 
     def __init__(self, config: SimWorkerConfig) -> None:
         self.config = config
-        self.incarnation = 1
+        self.incarnation = 0
         self.refuse_next = 0
         """Admissions that are refused although there is room."""
         self.step_fault: StepFault = no_fault
-        self.draining = False
         self.surprises: Counter[str] = Counter()
         """What a scheduler with good books never brings about: refused, over_budget; and stalled."""
-        self._pool = CountingPool(config.num_blocks, caching=config.caches)
+        self.restart()
+
+    def restart(self) -> None:
+        """Start anew: the cache is lost."""
+        config = self.config
+        self.incarnation += 1
+        self.draining = False
+        self._pool = CountingPool(config.num_blocks, caching=config.prefix_caching and config.paged)
         self._start_session()
 
     def _start_session(self) -> None:
@@ -151,8 +156,6 @@ class SimWorker:
         self._last_step = 0
         self._last_handle = 0
         self._failed_step: int | None = None
-
-    # Session -------------------------------------------------------------------------------------
 
     def welcome(self) -> WorkerInfo:
         """Begin a session: no sequences, whatever cache there is."""
@@ -174,21 +177,9 @@ class SimWorker:
             device_keys=self._pool.keys,
         )
 
-    def restart(self) -> None:
-        """Start anew: the cache is lost."""
-        self.incarnation += 1
-        self.draining = False
-        self._pool = CountingPool(self.config.num_blocks, caching=self.config.caches)
-        self._start_session()
-
     def cancel(self, handles: tuple[int, ...]) -> None:
         """Drop sequences at the next step boundary."""
         self._cancelled.extend(handles)
-
-    @property
-    def lengths(self) -> dict[int, int]:
-        """Tokens known of each live sequence, by handle."""
-        return {handle: row.length for handle, row in self._rows.items()}
 
     def has(self, seed: int, choice: int) -> bool:
         """Return whether a choice of the request with this seed is here."""
@@ -223,57 +214,43 @@ class SimWorker:
         step = _Step()
         self._let_go(plan, step)
         if self._failed_step is not None and plan.resume_after != self._failed_step:
-            self._note_handles(plan)
-            return self._report(plan, StepStatus.SKIPPED, step)
-        self._failed_step = None
-        self._note_seals(plan)
-        self._hand_out_blocks(plan, step)
-        self._choose_rows(plan, step)
-        errors = self.step_fault(frozenset(row.seed for row, _ in step.rows))
-        timing = self._timing(step, bubble_us)
-        if errors:
-            self._failed_step = plan.step
-            return self._report(plan, StepStatus.FAILED, step, errors=errors, timing=timing)
-        handles, positions, tokens, finished = self._commit(step)
-        return self._report(
-            plan,
-            StepStatus.OK,
-            step,
-            token_handles=handles,
-            first_positions=positions,
-            token_ids=tokens,
-            finished=tuple(finished),
-            prefilled=tuple(step.prefilled),
-            timing=timing,
-        )
+            step.status = StepStatus.SKIPPED
+            # Its admissions do not come about: nothing is left to cancel.
+            for admit in plan.admit:
+                self._last_handle = admit.handle
+                self._cancelled_early.discard(admit.handle)
+        else:
+            self._failed_step = None
+            self._note_seals(plan)
+            self._hand_out_blocks(plan, step)
+            self._choose_rows(plan, step, bubble_us)
+            step.errors = self.step_fault(frozenset(row.seed for row, _ in step.rows))
+            if step.errors:
+                step.status, step.prefilled = StepStatus.FAILED, []
+                self._failed_step = plan.step
+            else:
+                self._commit(step)
+        return self._report(plan, step)
 
-    def _report(self, plan: Plan, status: StepStatus, step: _Step, **contents: object) -> Report:
+    def _report(self, plan: Plan, step: _Step) -> Report:
         return Report(
             step=plan.step,
-            status=status,
+            status=step.status,
             pool=self._pool.report(),
             live_count=len(self._rows),
             digest=self._digest & DIGEST_MASK,
-            key_events=self._pool.take_events(),
-            admitted=tuple(step.admitted),
-            refused=tuple(step.refused),
-            released=tuple(step.released),
+            token_handles=step.token_handles,
+            first_positions=step.first_positions,
+            token_ids=step.token_ids,
+            finished=tuple(step.finished),
             stalled=tuple(step.stalled),
-            **contents,  # type: ignore[arg-type] # the callers above name fields of Report
-        )
-
-    def _timing(self, step: _Step, bubble_us: int) -> StepTiming:
-        seconds = 0.0
-        if step.rows:
-            seconds = self.config.step_times.seconds(
-                step.num_decodes, step.context_tokens, step.prefill_tokens, step.prefill_squares
-            )
-        return StepTiming(
-            execute_us=round(seconds * 1e6),
-            bubble_us=bubble_us,
-            num_decodes=step.num_decodes,
-            num_prefill_tokens=step.prefill_tokens,
-            context_tokens=step.context_tokens,
+            refused=tuple(step.refused),
+            admitted=tuple(step.admitted),
+            released=tuple(step.released),
+            prefilled=tuple(step.prefilled),
+            key_events=self._pool.take_events(),
+            timing=step.timing,
+            errors=step.errors,
         )
 
     # Parts of a step -----------------------------------------------------------------------------
@@ -298,12 +275,6 @@ class SimWorker:
     def _drop(self, row: _Row) -> None:
         self._pool.give_back(row.blocks - len(row.shared), reversed(row.shared))
 
-    def _note_handles(self, plan: Plan) -> None:
-        """Take note of admissions that do not come about: nothing is left to cancel."""
-        for admit in plan.admit:
-            self._last_handle = admit.handle
-            self._cancelled_early.discard(admit.handle)
-
     def _note_seals(self, plan: Plan) -> None:
         for handle, index, key in plan.seal:
             row = self._rows.get(handle)
@@ -319,21 +290,21 @@ class SimWorker:
         """Give blocks to decodes that need one and to new sequences: by priority, then by handle."""
         if not self._starved and not plan.admit:
             return
-        forced = self._forced_refusals(plan)
-        step.refused += forced
+        # The first of the plan may come to nothing for another reason than room.
+        forced = len(plan.admit) if self.draining else min(self.refuse_next, len(plan.admit))
+        why = RefuseReason.DRAINING if self.draining else RefuseReason.NO_BLOCKS
+        step.refused += (Refused(admit.handle, why) for admit in plan.admit[:forced])
+        if not self.draining:
+            self.refuse_next -= forced
         demands: list[tuple[Priority, int, _Row | Admit]] = [
             (row.priority, handle, row) for handle, row in self._starved.items() if handle not in plan.skip
         ]
-        demands += ((admit.priority, admit.handle, admit) for admit in plan.admit[len(forced) :])
+        demands += ((admit.priority, admit.handle, admit) for admit in plan.admit[forced:])
         demands.sort(key=lambda demand: demand[:2])
         taken: dict[int, _Row] = {}
         for _, handle, demand in demands:
             if isinstance(demand, Admit):
-                row = self._take(demand) if len(self._rows) + len(taken) < self.config.max_num_seqs else None
-                if row is not None:
-                    taken[handle] = row
-                else:
-                    step.refused.append(self._refusal(handle, len(self._rows) + len(taken)))
+                self._admit(demand, taken, step)
             elif self._pool.take(1):
                 demand.blocks += 1
                 demand.capacity += self.config.block_size
@@ -348,21 +319,16 @@ class SimWorker:
             if admit.handle in taken:
                 self._take_in(taken[admit.handle], step)
 
-    def _forced_refusals(self, plan: Plan) -> list[Refused]:
-        """Return the admissions that come to nothing for another reason than room, first in the plan."""
-        if self.draining:
-            return [Refused(admit.handle, RefuseReason.DRAINING) for admit in plan.admit]
-        forced = plan.admit[: self.refuse_next]
-        self.refuse_next -= len(forced)
-        return [Refused(admit.handle, RefuseReason.NO_BLOCKS) for admit in forced]
-
-    def _refusal(self, handle: int, num_seqs: int) -> Refused:
+    def _admit(self, admit: Admit, taken: dict[int, _Row], step: _Step) -> None:
+        """Take blocks for a sequence, or refuse it."""
+        why = RefuseReason.NO_BLOCKS if self.config.paged else RefuseReason.NO_CONTIGUOUS_RUN
+        if len(self._rows) + len(taken) >= self.config.max_num_seqs:
+            why = RefuseReason.MAX_NUM_SEQS
+        elif (row := self._take(admit)) is not None:
+            taken[admit.handle] = row
+            return
         self.surprises["refused"] += 1
-        if num_seqs >= self.config.max_num_seqs:
-            return Refused(handle, RefuseReason.MAX_NUM_SEQS)
-        return Refused(
-            handle, RefuseReason.NO_BLOCKS if self.config.paged else RefuseReason.NO_CONTIGUOUS_RUN
-        )
+        step.refused.append(Refused(admit.handle, why))
 
     def _take(self, admit: Admit) -> _Row | None:
         """Take blocks for a sequence; None when there are too few."""
@@ -407,35 +373,43 @@ class SimWorker:
             self._release(handle)
             step.released.append(handle)
 
-    def _choose_rows(self, plan: Plan, step: _Step) -> None:
+    def _choose_rows(self, plan: Plan, step: _Step, bubble_us: int) -> None:
         """Choose what to compute: decodes that have their block, and the prefills of the plan."""
         skip, chunks = frozenset(plan.skip), dict(plan.prefill)
         rows = step.rows
+        context = prefill = squares = 0
         for handle, row in self._rows.items():
             if row.prefill_done:
                 if row.length <= row.capacity and handle not in skip:
                     rows.append((row, 1))
-                    step.context_tokens += row.length
+                    context += row.length
             elif handle in chunks:
                 tokens = min(chunks[handle], row.length - row.computed)
                 rows.append((row, tokens))
                 step.prefilled.append((handle, tokens))
-                step.prefill_tokens += tokens
-                step.prefill_squares += tokens * (tokens + 2 * row.computed)
-        step.num_decodes = len(rows) - len(step.prefilled)
-        over = step.num_decodes + step.prefill_tokens > self.config.max_num_batched_tokens
-        if over and len(rows) > 1:
+                prefill += tokens
+                squares += tokens * (tokens + 2 * row.computed)
+        decodes = len(rows) - len(step.prefilled)
+        if decodes + prefill > self.config.max_num_batched_tokens and len(rows) > 1:
             self.surprises["over_budget"] += 1
+        seconds = self.config.step_times.seconds(decodes, context, prefill, squares) if rows else 0.0
+        step.timing = StepTiming(
+            execute_us=round(seconds * 1e6),
+            bubble_us=bubble_us,
+            num_decodes=decodes,
+            num_prefill_tokens=prefill,
+            context_tokens=context,
+        )
 
-    def _commit(self, step: _Step) -> tuple[list[int], list[int], list[int], list[Finished]]:
-        """Advance what was computed; return handles, positions and ids of new tokens, and who finished."""
-        handles: list[int] = []
-        positions: list[int] = []
-        tokens: list[int] = []
-        finished: list[Finished] = []
+    def _commit(self, step: _Step) -> None:
+        """Advance what was computed: new tokens, keys to publish, and who has finished."""
+        handles, positions, tokens = step.token_handles, step.first_positions, step.token_ids
         size = self.config.block_size
         if step.rows and self._late_seals:
-            self._publish_late()
+            for row in self._late_seals:
+                if row.handle in self._rows:
+                    self._publish(row)
+            self._late_seals.clear()
         for row, count in step.rows:
             if row.held:
                 continue
@@ -454,20 +428,13 @@ class SimWorker:
             stopped = token in row.stop_token_ids and row.length > row.least_length
             if stopped or row.length >= row.max_length:
                 reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-                finished.append(Finished(row.handle, reason, token if stopped else None))
+                step.finished.append(Finished(row.handle, reason, token if stopped else None))
                 if row.hold:
                     row.held = True
                 else:
                     self._release(row.handle)
             elif row.length > row.capacity:
                 self._starved[row.handle] = row
-        return handles, positions, tokens, finished
-
-    def _publish_late(self) -> None:
-        for row in self._late_seals:
-            if row.handle in self._rows:
-                self._publish(row)
-        self._late_seals.clear()
 
     def _publish(self, row: _Row) -> None:
         """Publish the blocks that are computed and have a key."""

@@ -162,11 +162,11 @@ def test_request_under_which_two_workers_died_is_quarantined_and_its_neighbours_
         for worker_id in list(desk.workers):
             if desk.plans[worker_id]:
                 desk.answer(worker_id)
-    poison = names[0]
+    poison = names[0]  # Its seed is 1.
     deaths = 0
     for _ in range(300):
         home = desk.where(poison) if desk.core.find(poison) else None
-        if home is not None and desk.sequence(poison).binding.handle in desk.workers[home].lengths:
+        if home is not None and desk.workers[home].has(1, 0):
             desk.lose(home)
             deaths += 1
         for worker_id in list(desk.workers):
