@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from octavo.protocol.steps import Geometry, Plan, Refused, RefuseReason, Report
 from octavo.sampling import SamplingParams
-from octavo_lab.sim import SimWorkerConfig, stream_of, token_at
+from octavo_lab.sim import SimWorkerConfig
+from octavo_lab.sim.tokens import stream_of, token_at
 from octavo_lab.sim.worker import StepFault, WorkerCrashedError, no_fault
 
 from scheduler_svc.core import WorkerInfo

@@ -14,20 +14,18 @@ from octavo.sampling import SamplingParams
 from octavo.steptimes import StepTimes
 from octavo_lab.sim import (
     EventLoop,
-    InvariantError,
     Monitor,
-    PlanFaultError,
     Recorder,
     SimCell,
     SimWorker,
     SimWorkerConfig,
-    gamma,
     poisson,
-    prefix_keys,
     request_of,
-    stream_of,
-    token_at,
 )
+from octavo_lab.sim.arrivals import gamma, prefix_keys
+from octavo_lab.sim.audit import InvariantError
+from octavo_lab.sim.tokens import stream_of, token_at
+from octavo_lab.sim.worker import PlanFaultError
 from octavo_lab.traces import TraceRequest
 
 from scheduler_svc.core import EmitTokens, FinishChoice, SchedulerCore, SendPlan, TokenDelta

@@ -8,9 +8,12 @@ from dataclasses import replace
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from octavo_lab.sim import FaultInjector, FaultRates, LinkTimings, Monitor, Poison, check_ended
+from octavo_lab.sim import FaultInjector, FaultRates, Monitor
+from octavo_lab.sim.audit import check_ended
 from octavo_lab.sim.cell import SimCell
 from octavo_lab.sim.chaos import RandomTraffic, chaos_workers
+from octavo_lab.sim.faults import Poison
+from octavo_lab.sim.host import LinkTimings
 
 from scheduler_svc.core import CoreConfig, SchedulerCore, StaticConfig
 from scheduler_svc.core.policies import POLICIES

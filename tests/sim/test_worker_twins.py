@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from octavo.protocol.steps import Plan, PoolReport, Report, StepError
-from octavo_lab.sim import SimWorker, SimWorkerConfig, WorkerCrashedError
+from octavo_lab.sim import SimWorker, SimWorkerConfig
 from octavo_lab.sim.chaos import CHAOS, CHAOS_CONFIG, Chaos, ChaosSetting, chaos_workers
 from octavo_lab.sim.faults import FaultRates
-from octavo_lab.sim.worker import StepFault, no_fault
+from octavo_lab.sim.worker import StepFault, WorkerCrashedError, no_fault
 
 from scheduler_svc.core import CoreConfig, SchedulerCore, StaticConfig, WorkerInfo
 from tests.sim.engine_machine import EngineMachine

@@ -14,15 +14,8 @@ from functools import partial
 from typing import Final
 
 from octavo_lab.fleet.workload import FleetConfig, Job
-from octavo_lab.sim import (
-    EventLoop,
-    FaultInjector,
-    FaultRates,
-    Recorder,
-    SimCell,
-    SimResult,
-    WorkerHost,
-)
+from octavo_lab.sim import EventLoop, FaultInjector, FaultRates, Recorder, SimCell, SimResult
+from octavo_lab.sim.host import WorkerHost
 from scheduler_svc.core import CoreConfig, Effect, FinishChoice, NewRequest, Reject, SchedulerCore
 from scheduler_svc.core.request import SequenceStatus
 

@@ -15,7 +15,8 @@ from octavo.protocol.keys import chain
 from octavo.protocol.steps import KEY_BYTES, Priority, Report
 from octavo.steptimes import StepTimes
 
-from octavo_lab.sim import Recorder, SimCell, SimObserver, SimWorkerConfig, poisson, request_of
+from octavo_lab.sim import Recorder, SimCell, SimWorkerConfig, poisson, request_of
+from octavo_lab.sim.cell import SimObserver
 from octavo_lab.traces import TraceRequest
 from scheduler_svc.core import CoreConfig, Effect, NewRequest, Reject, SchedulerCore, SendPlan
 

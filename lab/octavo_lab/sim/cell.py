@@ -9,9 +9,7 @@ from typing import Protocol
 from octavo_lab.sim.clock import EventLoop
 from octavo_lab.sim.host import Event, LinkTimings, StepMachine, WorkerHost
 from octavo_lab.sim.worker import SimWorker, SimWorkerConfig
-from scheduler_svc.core.core import SchedulerCore
-from scheduler_svc.core.effects import DetachWorker, Effect, SendCancel, SendPlan
-from scheduler_svc.core.events import NewRequest
+from scheduler_svc.core import DetachWorker, Effect, NewRequest, SchedulerCore, SendCancel, SendPlan
 
 
 class SimObserver(Protocol):

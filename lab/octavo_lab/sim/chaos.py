@@ -22,11 +22,8 @@ from octavo_lab.sim.host import LinkTimings, StepMachine
 from octavo_lab.sim.monitor import Monitor
 from octavo_lab.sim.tokens import stream_of, token_at
 from octavo_lab.sim.worker import MODEL, SimWorker, SimWorkerConfig
-from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.core import SchedulerCore
-from scheduler_svc.core.effects import Effect, FinishChoice, Reject
+from scheduler_svc.core import CoreConfig, Effect, FinishChoice, NewRequest, Reject, SchedulerCore
 from scheduler_svc.core.errors import Reason
-from scheduler_svc.core.events import NewRequest
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1024

@@ -13,9 +13,7 @@ from octavo.protocol.steps import Plan, Report
 
 from octavo_lab.sim.clock import EventLoop
 from octavo_lab.sim.worker import StepFault, WorkerCrashedError
-from scheduler_svc.core.core import SchedulerCore
-from scheduler_svc.core.effects import Effect
-from scheduler_svc.core.events import WorkerInfo
+from scheduler_svc.core import Effect, SchedulerCore, WorkerInfo
 
 Event = Callable[[SchedulerCore, float], list[Effect]]
 """What a message of a worker does to a core, now."""

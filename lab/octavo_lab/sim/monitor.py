@@ -10,19 +10,19 @@ from octavo.protocol.steps import FinishReason, Plan
 from octavo_lab.sim.audit import InvariantError, check_core, check_nothing_sleeps, check_order, require
 from octavo_lab.sim.host import WorkerHost
 from octavo_lab.sim.tokens import stream_of, token_at
-from scheduler_svc.core.core import SchedulerCore
-from scheduler_svc.core.effects import (
+from scheduler_svc.core import (
     DetachWorker,
     Effect,
     EmitTokens,
     FinishChoice,
     LogEvent,
+    NewRequest,
     Reject,
     RequestAccepted,
+    SchedulerCore,
     SendPlan,
     TokenDelta,
 )
-from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.request import Sequence
 from scheduler_svc.core.worker import WorkerState
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from octavo.protocol.steps import Priority
 
-from scheduler_svc.core.effects import Effect, EmitTokens, FinishChoice, Reject
-from scheduler_svc.core.events import NewRequest
+from scheduler_svc.core import Effect, EmitTokens, FinishChoice, NewRequest, Reject
 
 
 @dataclass(slots=True)

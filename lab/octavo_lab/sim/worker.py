@@ -61,20 +61,18 @@ class SimWorkerConfig:
 class _Row:
     """A sequence on the worker."""
 
+    admit: Admit
     handle: int
+    seed: int
+    stream: int
     length: int
     """Tokens known."""
-    stream: int
-    seed: int
-    choice: int
-    priority: Priority
     max_length: int
     """Length at which it ends."""
     least_length: int
     """Length before which no token stops it."""
     stop_token_ids: frozenset[int]
     keys: list[bytes]
-    blocks: int
     capacity: int
     """Tokens that its blocks hold."""
     shared: list[bytes]
@@ -82,7 +80,6 @@ class _Row:
     computed: int
     num_published: int
     """Leading blocks that are published, or stay private."""
-    hold: bool
     prefill_done: bool = False
     held: bool = False
 
@@ -159,8 +156,8 @@ class SimWorker:
 
     def welcome(self) -> WorkerInfo:
         """Begin a session: no sequences, whatever cache there is."""
-        for row in list(self._rows.values()):
-            self._drop(row)
+        for handle in list(self._rows):
+            self._release(handle)
         self._start_session()
         config = self.config
         # Nobody is told what became of keys while nobody was attached: the welcome lists them all.
@@ -183,7 +180,7 @@ class SimWorker:
 
     def has(self, seed: int, choice: int) -> bool:
         """Return whether a choice of the request with this seed is here."""
-        return any(row.seed == seed and row.choice == choice for row in self._rows.values())
+        return any(row.seed == seed and row.admit.choice == choice for row in self._rows.values())
 
     def handles_of(self, seeds: frozenset[int]) -> tuple[int, ...]:
         """Return the handles of the sequences with these seeds."""
@@ -269,11 +266,9 @@ class SimWorker:
             return False
         self._starved.pop(handle, None)
         self._digest -= handle * row.length
-        self._drop(row)
+        private = row.capacity // self.config.block_size - len(row.shared)
+        self._pool.give_back(private, reversed(row.shared))
         return True
-
-    def _drop(self, row: _Row) -> None:
-        self._pool.give_back(row.blocks - len(row.shared), reversed(row.shared))
 
     def _note_seals(self, plan: Plan) -> None:
         for handle, index, key in plan.seal:
@@ -297,7 +292,9 @@ class SimWorker:
         if not self.draining:
             self.refuse_next -= forced
         demands: list[tuple[Priority, int, _Row | Admit]] = [
-            (row.priority, handle, row) for handle, row in self._starved.items() if handle not in plan.skip
+            (row.admit.priority, handle, row)
+            for handle, row in self._starved.items()
+            if handle not in plan.skip
         ]
         demands += ((admit.priority, admit.handle, admit) for admit in plan.admit[forced:])
         demands.sort(key=lambda demand: demand[:2])
@@ -306,7 +303,6 @@ class SimWorker:
             if isinstance(demand, Admit):
                 self._admit(demand, taken, step)
             elif self._pool.take(1):
-                demand.blocks += 1
                 demand.capacity += self.config.block_size
                 del self._starved[handle]
             else:
@@ -316,8 +312,16 @@ class SimWorker:
             if admit.handle <= self._last_handle:
                 raise PlanFaultError(f"handle {admit.handle} after {self._last_handle}")
             self._last_handle = admit.handle
-            if admit.handle in taken:
-                self._take_in(taken[admit.handle], step)
+            if (row := taken.get(admit.handle)) is None:
+                continue
+            self._rows[row.handle] = row
+            self._digest += row.handle * row.length
+            step.admitted.append(Admitted(row.handle, row.computed))
+            if row.handle in self._cancelled_early:
+                # Its cancel has overtaken its plan.
+                self._cancelled_early.discard(row.handle)
+                self._release(row.handle)
+                step.released.append(row.handle)
 
     def _admit(self, admit: Admit, taken: dict[int, _Row], step: _Step) -> None:
         """Take blocks for a sequence, or refuse it."""
@@ -332,46 +336,30 @@ class SimWorker:
 
     def _take(self, admit: Admit) -> _Row | None:
         """Take blocks for a sequence; None when there are too few."""
-        size, length = self.config.block_size, len(admit.token_ids)
-        sampling = admit.sampling
+        size, length, sampling = self.config.block_size, len(admit.token_ids), admit.sampling
         hits = self._pool.share(admit.keys, (length - 1) // size)
-        seed = sampling.seed or 0
-        most = admit.prompt_len + (sampling.max_tokens or self.config.max_model_len)
-        most = min(most, self.config.max_model_len)
-        reserved = admit.reserve_tokens or most
-        blocks = length // size + 1 if self.config.paged else -(-max(length + 1, reserved) // size)
+        seed, longest = sampling.seed or 0, self.config.max_model_len
+        most = min(admit.prompt_len + (sampling.max_tokens or longest), longest)
+        reserved = max(length + 1, admit.reserve_tokens or most)
+        blocks = length // size + 1 if self.config.paged else -(-reserved // size)
         if not self._pool.take(blocks - len(hits)):
             self._pool.give_back(0, reversed(hits))
             return None
         return _Row(
+            admit=admit,
             handle=admit.handle,
-            length=length,
-            stream=stream_of(seed, admit.choice),
             seed=seed,
-            choice=admit.choice,
-            priority=admit.priority,
+            stream=stream_of(seed, admit.choice),
+            length=length,
             max_length=most,
             least_length=admit.prompt_len + (sampling.min_tokens or 0),
             stop_token_ids=frozenset(sampling.stop_token_ids),
             keys=list(admit.keys),
-            blocks=blocks,
             capacity=blocks * size,
             shared=hits,
             computed=len(hits) * size,
             num_published=len(hits),
-            hold=admit.hold_after_finish,
         )
-
-    def _take_in(self, row: _Row, step: _Step) -> None:
-        handle = row.handle
-        self._rows[handle] = row
-        self._digest += handle * row.length
-        step.admitted.append(Admitted(handle, row.computed))
-        if handle in self._cancelled_early:
-            # Its cancel has overtaken its plan.
-            self._cancelled_early.discard(handle)
-            self._release(handle)
-            step.released.append(handle)
 
     def _choose_rows(self, plan: Plan, step: _Step, bubble_us: int) -> None:
         """Choose what to compute: decodes that have their block, and the prefills of the plan."""
@@ -429,7 +417,7 @@ class SimWorker:
             if stopped or row.length >= row.max_length:
                 reason = FinishReason.STOP if stopped else FinishReason.LENGTH
                 step.finished.append(Finished(row.handle, reason, token if stopped else None))
-                if row.hold:
+                if row.admit.hold_after_finish:
                     row.held = True
                 else:
                     self._release(row.handle)

@@ -6,6 +6,7 @@ import argparse
 import math
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,26 +21,19 @@ if TYPE_CHECKING:
     from octavo_lab.tune.target import LatencyTarget
 
 
-def _numbers(text: str) -> list[int]:
+def _listed(kind: type[int | float], most: float, what: str, text: str) -> list[Any]:
+    """Read values with commas, in order; each is above 0, and no more than `most`."""
     try:
-        numbers = sorted({int(part) for part in text.split(",")})
+        values = sorted({kind(part) for part in text.split(",")})
     except ValueError:
-        numbers = [0]
-    if numbers[0] < 1:
-        raise argparse.ArgumentTypeError(f"must be numbers from 1 on with commas, got {text!r}")
-    return numbers
+        values = []
+    if not values or not 0 < values[0] <= values[-1] <= most:
+        raise argparse.ArgumentTypeError(f"must be {what} with commas, got {text!r}")
+    return values
 
 
-def _shares(text: str) -> list[float]:
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError:
-        shares = [0.0]
-    if any(not 0 < share <= 1 for share in shares):
-        raise argparse.ArgumentTypeError(f"must be shares with commas, got {text!r}")
-    return shares
-
-
+_numbers = partial(_listed, int, math.inf, "numbers from 1 on")
+_shares = partial(_listed, float, 1.0, "shares")
 FLAGS: Final[tuple[Flag, ...]] = (
     ("--ttft", duration, None, "TIME", "target: time to the first token, such as 500ms"),
     ("--tpot", duration, None, "TIME", "target: time per output token after it, such as 50ms"),
@@ -52,13 +46,7 @@ FLAGS: Final[tuple[Flag, ...]] = (
     ("--requests", int, None, "N", "of each trial (default: what the percentile wants, 500 for a P99)"),
     ("--max-num-seqs", _numbers, "4,8,16,32,64", "N,...", "to choose from"),
     ("--max-num-batched-tokens", _numbers, "128,256,512,1024,2048", "N,...", "to choose from"),
-    (
-        "--gpu-memory-utilization",
-        _shares,
-        None,
-        "X,...",
-        "to choose from, the least that keeps the rate; by default it is left as it is",
-    ),
+    ("--gpu-memory-utilization", _shares, None, "X,...", "the least that keeps the rate (default: as it is)"),
     ("--budget", duration, None, "TIME", "stop searching after this long"),
     ("--simulate", int, None, "BLOCKS", "in virtual time: a worker with so many KV blocks and --profile"),
     ("--profile", Path, None, "FILE", "step times for --simulate (default: demo, two cores)"),

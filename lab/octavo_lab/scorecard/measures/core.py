@@ -18,7 +18,7 @@ import numpy as np
 from octavo_lab.fleet.arms import LATE
 from octavo_lab.fleet.experiments import FleetOutcome, FleetTraffic, execute_all, plan_runs, plus_minus, ratio
 from octavo_lab.scorecard import Measurement, at_least, at_most, core_workload, entry
-from octavo_lab.sim import InvariantError
+from octavo_lab.sim.audit import InvariantError
 from octavo_lab.sim.chaos import CHAOS_CONFIG, Chaos, ChaosResult, ChaosSetting
 from scheduler_svc.planlog import PlanLogWriter, RecordingCore
 

@@ -11,7 +11,8 @@ from octavo.protocol.keys import chain
 from octavo.protocol.steps import KEY_BYTES, Plan, Priority, Report
 from octavo.sampling import SamplingParams
 from octavo.steptimes import StepTimes
-from octavo_lab.sim import Monitor, SimWorker, SimWorkerConfig, check_core, check_nothing_sleeps
+from octavo_lab.sim import Monitor, SimWorker, SimWorkerConfig
+from octavo_lab.sim.audit import check_core, check_nothing_sleeps
 
 from scheduler_svc.core import (
     CoreConfig,

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from octavo.protocol.steps import FinishReason
-from octavo_lab.sim import stream_of, token_at
+from octavo_lab.sim.tokens import stream_of, token_at
 
 from scheduler_svc.core import Reason, RequestAccepted
 from scheduler_svc.core.errors import IllegalTransitionError
