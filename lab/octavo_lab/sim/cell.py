@@ -41,7 +41,9 @@ class SimCell:
         self._tick_at = math.inf
         for config in workers:
             name = config.worker_id
-            self.hosts[name] = WorkerHost(name, machine(config), self.loop, self._take, timings)
+            self.hosts[name] = WorkerHost(
+                name, machine(config), self.loop, self._take, timings or LinkTimings()
+            )
             self.hosts[name].attach()
 
     def submit(self, spec: NewRequest) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -67,47 +67,33 @@ class LinkTimings:
     """From a crash to a new process that is ready."""
 
 
+@dataclass(slots=True, eq=False)
 class WorkerHost:
-    """One simulated worker and its stream. Messages of a stream that has ended go nowhere.
+    """One simulated worker and its stream. Messages of a stream that has ended go nowhere."""
 
-    Args:
-        worker_id: its name.
-        machine: what runs the steps.
-        loop: time.
-        tell: lets the scheduler take an event in.
-        timings: of the link and the process.
-    """
-
-    def __init__(
-        self,
-        worker_id: str,
-        machine: StepMachine,
-        loop: EventLoop,
-        tell: Callable[[Event], None],
-        timings: LinkTimings | None = None,
-    ) -> None:
-        self.worker_id = worker_id
-        self.machine = machine
-        self.timings = timings or LinkTimings()
-        self.session = 0
-        """Number of the stream that is open; 0 while none is, and then no plan is here either."""
-        self.slow_factor = 1.0
-        self.lose_reports = 0
-        self.drift_reports = 0
-        self.num_steps = 0
-        self.before_step: Callable[[WorkerHost], None] = lambda host: None
-        """Called before each step: the place to inject faults."""
-        self._loop = loop
-        self._tell = tell
-        self._sessions = 0
-        self._plans: deque[Plan] = deque()
-        self._running = False
-        self._idle_since = 0.0
-        self._hung_until = 0.0
-        self._process = 0
-        """Counts restarts: a step of a process that has died ends nowhere."""
-        self._wanted = False
-        self._leaves_at = math.inf
+    worker_id: str
+    machine: StepMachine
+    loop: EventLoop
+    tell: Callable[[Event], None]
+    """Lets the scheduler take an event in."""
+    timings: LinkTimings = LinkTimings()
+    session: int = 0
+    """Number of the stream that is open; 0 while none is, and then no plan is here either."""
+    slow_factor: float = 1.0
+    lose_reports: int = 0
+    drift_reports: int = 0
+    num_steps: int = 0
+    before_step: Callable[[WorkerHost], None] = lambda host: None
+    """Called before each step: the place to inject faults."""
+    _sessions: int = 0
+    _plans: deque[Plan] = field(default_factory=deque)
+    _running: bool = False
+    _idle_since: float = 0.0
+    _hung_until: float = 0.0
+    _process: int = 0
+    """Counts restarts: a step of a process that has died ends nowhere."""
+    _wanted: bool = False
+    _leaves_at: float = math.inf
 
     def attach(self) -> None:
         """Open a stream once the running step has ended and the process answers."""
@@ -118,7 +104,7 @@ class WorkerHost:
             return
         self._sessions += 1
         self.session = self._sessions
-        self._idle_since = self._loop.now
+        self._idle_since = self.loop.now
         info = self.machine.welcome()
         self._up(lambda core, now: core.worker_up(info, now))
         if self.machine.draining:
@@ -129,7 +115,7 @@ class WorkerHost:
         if self.session:
             self.session = 0
             self._plans.clear()
-            self._if_alive(self._loop.now + self.timings.reattach_s, self.attach)
+            self._if_alive(self.loop.now + self.timings.reattach_s, self.attach)
 
     def send_plan(self, plan: Plan) -> None:
         """Send a plan down the open stream."""
@@ -140,7 +126,7 @@ class WorkerHost:
         self._over_the_stream(partial(self.machine.cancel, handles))
 
     def _up(self, event: Event) -> None:
-        self._over_the_stream(partial(self._tell, event))
+        self._over_the_stream(partial(self.tell, event))
 
     def _say_draining(self) -> None:
         self._up(lambda core, now: core.worker_draining(self.worker_id, now))
@@ -153,7 +139,7 @@ class WorkerHost:
             if session and self.session == session:
                 deliver()
 
-        self._loop.after(self.timings.delay_s, arrive)
+        self.loop.after(self.timings.delay_s, arrive)
 
     def _if_alive(self, when: float, callback: Callable[[], None]) -> None:
         """Do something at a time, unless the process dies first."""
@@ -163,7 +149,7 @@ class WorkerHost:
             if self._process == process:
                 callback()
 
-        self._loop.at(when, due)
+        self.loop.at(when, due)
 
     # Steps ---------------------------------------------------------------------------------------
 
@@ -182,7 +168,7 @@ class WorkerHost:
         # A fault may have come in between.
         if not self._plans or self._hangs():
             return
-        waited = self._loop.now - self._idle_since if self.machine.num_seqs else 0.0
+        waited = self.loop.now - self._idle_since if self.machine.num_seqs else 0.0
         self.num_steps += 1
         try:
             report = self.machine.run(self._plans.popleft(), round(waited * 1e6))
@@ -194,14 +180,14 @@ class WorkerHost:
             timing = replace(report.timing, execute_us=round(seconds * 1e6))
             report = replace(report, timing=timing)
         self._running = True
-        self._if_alive(self._loop.now + seconds, partial(self._step_end, report, self.session))
+        self._if_alive(self.loop.now + seconds, partial(self._step_end, report, self.session))
 
     def _step_end(self, report: Report, session: int) -> None:
-        if self._loop.now < self._hung_until:
+        if self.loop.now < self._hung_until:
             self._if_alive(self._hung_until, partial(self._step_end, report, session))
             return
         self._running = False
-        self._idle_since = self._loop.now
+        self._idle_since = self.loop.now
         if self.session == session and session:
             self._send_report(report)
         self._step_boundary()
@@ -222,9 +208,9 @@ class WorkerHost:
 
     def _hangs(self) -> bool:
         """Return whether the process answers nothing now; then what is next is looked at later."""
-        hangs = self._loop.now < self._hung_until
+        hangs = self.loop.now < self._hung_until
         if hangs:
-            self._loop.at(self._hung_until, self._step_boundary)
+            self.loop.at(self._hung_until, self._step_boundary)
         return hangs
 
     # Faults --------------------------------------------------------------------------------------
@@ -236,7 +222,7 @@ class WorkerHost:
         self._running = self._wanted = False
         self._hung_until = 0.0
         self._leaves_at = math.inf
-        self._if_alive(self._loop.now + self.timings.restart_s, self._restart)
+        self._if_alive(self.loop.now + self.timings.restart_s, self._restart)
 
     def _restart(self) -> None:
         self.machine.restart()
@@ -246,21 +232,21 @@ class WorkerHost:
         """Break the stream: the worker lives, its sequences are gone, its cache stays."""
         if self.session:
             self.close_stream()
-            self._tell(lambda core, now: core.worker_down(self.worker_id, now))
+            self.tell(lambda core, now: core.worker_down(self.worker_id, now))
 
     def hang(self, seconds: float) -> None:
         """Answer nothing for so long; the port still looks healthy."""
-        self._hung_until = max(self._hung_until, self._loop.now + seconds)
+        self._hung_until = max(self._hung_until, self.loop.now + seconds)
 
     def drain(self) -> None:
         """Take nothing new, and restart once the sequences are gone (a rolling restart)."""
         if self.session and not self.machine.draining:
             self.machine.draining = True
-            self._leaves_at = self._loop.now + 10 * self.timings.delay_s
+            self._leaves_at = self.loop.now + 10 * self.timings.delay_s
             self._say_draining()
-            self._loop.at(self._leaves_at, self._leave_if_done)
+            self.loop.at(self._leaves_at, self._leave_if_done)
 
     def _leave_if_done(self) -> None:
-        due = self._loop.now >= self._leaves_at and not (self._running or self._plans)
+        due = self.loop.now >= self._leaves_at and not (self._running or self._plans)
         if due and not (self.session and self.machine.num_seqs):
             self.crash()

@@ -178,9 +178,8 @@ def _print(found: TuningResult, target: LatencyTarget, model: str) -> None:
         )
         for trial in found.frontier()
     ]
-    told = f"P{target.percentile:g}"
-    header = ("max_num_seqs", "max_num_batched_tokens", "memory", "requests/s", "tokens/s")
-    header = (*header, f"{told} TTFT", f"{told} TPOT")
+    latencies = (f"P{target.percentile:g} {name}" for name in ("TTFT", "TPOT"))
+    header = ("max_num_seqs", "max_num_batched_tokens", "memory", "requests/s", "tokens/s", *latencies)
     print(output.paint(f"Frontier ({len(found.trials)} trials; {target})", "cyan"))
     print(output.table(header, rows, right=range(len(header))))
     print()

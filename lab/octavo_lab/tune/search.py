@@ -101,7 +101,7 @@ class Space:
 class TuningResult:
     """The outcome of a search."""
 
-    best: Trial | None
+    best: Trial | None = None
     """The highest rate that was kept; None when none was."""
     trials: list[Trial] = field(default_factory=list)
 
@@ -118,39 +118,26 @@ def _beats(one: Trial, other: Trial) -> bool:
     return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
 
+@dataclass(slots=True)
 class SettingsSearch:
-    """Searches a space.
+    """Searches a space."""
 
-    Args:
-        space: what may be chosen.
-        evaluate: runs a trial.
-        first_rate: a guess; it need not be kept.
-        on_trial: told of each trial.
-        may_go_on: asked before each trial; when it says no, the best so far is the answer.
-    """
-
-    def __init__(
-        self,
-        space: Space,
-        evaluate: Evaluator,
-        first_rate: float,
-        on_trial: Callable[[Trial], None] = lambda trial: None,
-        may_go_on: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._space = space
-        self._evaluate = evaluate
-        self._first_rate = first_rate
-        self._on_trial = on_trial
-        self._may_go_on = may_go_on
-        self.found = TuningResult(None)
-        """So far."""
-        self._seen: set[Settings] = set()
+    space: Space
+    evaluate: Evaluator
+    first_rate: float
+    """A guess; it need not be kept."""
+    on_trial: Callable[[Trial], None] = lambda trial: None
+    may_go_on: Callable[[], bool] = lambda: True
+    """Asked before each trial; when it says no, the best so far is the answer."""
+    found: TuningResult = field(default_factory=TuningResult)
+    """So far."""
+    _seen: set[Settings] = field(default_factory=set)
 
     def run(self) -> TuningResult:
         """Search from the middle outwards."""
-        place = self._space.middle()
+        place = self.space.middle()
         self._better_at(place)
-        for width in dict.fromkeys((max(1, len(self._space.max_num_seqs) // 4), 1)):
+        for width in dict.fromkeys((max(1, len(self.space.max_num_seqs) // 4), 1)):
             while (better := self._best_neighbour(place, width)) is not None:
                 place = better
         return self.found
@@ -172,7 +159,7 @@ class SettingsSearch:
         return better[-1] if better else None
 
     def _better_at(self, place: tuple[int, int]) -> bool:
-        settings = self._space.at(place)
+        settings = self.space.at(place)
         if settings is None or settings in self._seen:
             return False
         self._seen.add(settings)
@@ -181,7 +168,7 @@ class SettingsSearch:
     def _challenge(self, settings: Settings) -> bool:
         """See whether a setting keeps more than the best, and how much more; without a best, anything."""
         best = self.found.best
-        rate = self._first_rate if best is None else BETTER * best.rate_per_s
+        rate = self.first_rate if best is None else BETTER * best.rate_per_s
         lowest = rate * LOWEST_SHARE if best is None else rate
         failed: float | None = None
         while rate >= lowest:
@@ -209,11 +196,11 @@ class SettingsSearch:
 
     def _keeps(self, settings: Settings, rate: float) -> bool:
         """Try a rate, unless time is up; one that is kept is the best if none before was higher."""
-        if not self._may_go_on():
+        if not self.may_go_on():
             return False
-        trial, best = self._evaluate(settings, rate), self.found.best
+        trial, best = self.evaluate(settings, rate), self.found.best
         self.found.trials.append(trial)
-        self._on_trial(trial)
+        self.on_trial(trial)
         if trial.kept and (best is None or rate >= best.rate_per_s):
             self.found.best = trial
         return trial.kept

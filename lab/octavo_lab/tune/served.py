@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from octavo import AsyncClient
@@ -27,27 +27,23 @@ _READY_S = 1800.0
 _PATIENCE_S = 900.0
 
 
+@dataclass(slots=True)
 class ServedTrials(AbstractContextManager["ServedTrials"]):
-    """Runs trials on a stack of its own, in a `with` statement.
+    """Runs trials on a stack of its own, in a `with` statement."""
 
-    Args:
-        arguments: of the command.
-        target: what is wanted.
-        requests: of each trial.
-    """
-
-    def __init__(self, arguments: argparse.Namespace, target: LatencyTarget, requests: int) -> None:
-        self._arguments = arguments
-        self._target = target
-        self._requests = requests
-        self._planned: list[PlannedRequest] = []
-        """The same in every trial."""
-        self._dataset = ""
-        self._stack: Stack | None = None
-        self._current: Settings | None = None
-        # One loop for all trials: gRPC hands late events to the loop of a call, which must still be open.
-        self._runner = asyncio.Runner()
-        self._runs = 0
+    arguments: argparse.Namespace
+    """Of the command."""
+    target: LatencyTarget
+    requests: int
+    """Of each trial."""
+    _planned: list[PlannedRequest] = field(default_factory=list)
+    """The same in every trial."""
+    _dataset: str = ""
+    _stack: Stack | None = None
+    _current: Settings | None = None
+    # One loop for all trials: gRPC hands late events to the loop of a call, which must still be open.
+    _runner: asyncio.Runner = field(default_factory=asyncio.Runner)
+    _runs: int = 0
 
     def __exit__(self, *error: object) -> None:
         if self._stack is not None:
@@ -87,7 +83,7 @@ class ServedTrials(AbstractContextManager["ServedTrials"]):
 
     def _started(self, settings: Settings) -> Stack:
         """Start a stack, or only its scheduler where the worker may stay."""
-        stack, current, asked = self._stack, self._current, self._arguments
+        stack, current, asked = self._stack, self._current, self.arguments
         # A scheduler lowers the limits of a worker. Whether a latency is kept is ours to judge.
         lowered = [*replace(settings, gpu_memory_utilization=None).flags, "--no-overload-control"]
         memory = settings.gpu_memory_utilization
@@ -104,7 +100,7 @@ class ServedTrials(AbstractContextManager["ServedTrials"]):
 
     async def _prepare(self, endpoint: str) -> None:
         """Make the requests, once, with the tokenizer of the service; warm it up."""
-        asked = self._arguments
+        asked = self.arguments
         if not self._planned:
             async with AsyncClient(endpoint) as client:
                 model = (await client.models())[0]
@@ -117,7 +113,7 @@ class ServedTrials(AbstractContextManager["ServedTrials"]):
                 )
                 dataset = await load(config, ServiceTokenizer(client, model.id))
             self._dataset = dataset.description
-            self._planned = dataset.requests(max(self._requests, _WARM_UP_REQUESTS))
+            self._planned = dataset.requests(max(self.requests, _WARM_UP_REQUESTS))
         await self._offer(endpoint, _WARM_UP_REQUESTS, 100.0)
 
     async def _offer(self, endpoint: str, count: int, rate_per_s: float) -> RunRecord:
@@ -129,33 +125,34 @@ class ServedTrials(AbstractContextManager["ServedTrials"]):
         self._runs += 1
         terms = {"cache_salt": f"tune-{self._runs}", "queue_timeout": _PATIENCE_S}
         salted = [replace(one, options={**one.options, **terms}) for one in self._planned[:count]]
-        seed = self._arguments.seed
+        seed = self.arguments.seed
         return Traffic(requests=salted, arrivals=Poisson(rate_per_s), seed=seed, dataset=self._dataset)
 
     async def _trial(self, endpoint: str, settings: Settings, rate_per_s: float) -> Trial:
-        target, stop = self._target, asyncio.Event()
+        target, stop = self.target, asyncio.Event()
         async with OctavoTarget(endpoint) as octavo:
-            judge = Judge(octavo, target, target.allowed_misses(self._requests), stop)
-            traffic = self._traffic(self._requests, rate_per_s)
+            judge = Judge(octavo, target, target.allowed_misses(self.requests), stop)
+            traffic = self._traffic(self.requests, rate_per_s)
             # By then, whatever has not been answered has missed a bound, if there is one.
             run = await generate(judge, traffic, RunLimits(drain_s=120.0), stop=stop)
         return trial_of(settings, rate_per_s, target, run.requests, stopped=stop.is_set())
 
 
+@dataclass(slots=True)
 class Judge:
     """Counts the requests that miss the latency target, and asks to stop when it is out of reach."""
 
-    def __init__(self, target: LoadTarget, bounds: LatencyTarget, allowed: int, stop: asyncio.Event) -> None:
-        self._target = target
-        self._bounds = bounds
-        self._allowed = allowed
-        self._stop = stop
-        self._misses = 0
+    target: LoadTarget
+    bounds: LatencyTarget
+    allowed: int
+    """Misses."""
+    stop: asyncio.Event
+    misses: int = 0
 
     @property
     def record(self) -> TargetRecord:
         """What is driven."""
-        return self._target.record
+        return self.target.record
 
     async def __aenter__(self) -> Self:
         return self
@@ -165,7 +162,7 @@ class Judge:
 
     async def ask(self, request: PlannedRequest, sink: Sink) -> Answer:
         """Send a request; see `LoadTarget`. A first token that is late is a miss from that moment on."""
-        loop, bounds, late = asyncio.get_running_loop(), self._bounds, False
+        loop, bounds, late = asyncio.get_running_loop(), self.bounds, False
         noted, began = _Noted(sink, loop), loop.time()
 
         def look() -> None:
@@ -176,7 +173,7 @@ class Judge:
 
         timer = None if bounds.ttft_s is None else loop.call_later(bounds.ttft_s, look)
         try:
-            answer = await self._target.ask(request, noted)
+            answer = await self.target.ask(request, noted)
         finally:
             if timer is not None:
                 timer.cancel()
@@ -189,9 +186,9 @@ class Judge:
         return answer
 
     def _miss(self) -> None:
-        self._misses += 1
-        if self._misses > self._allowed:
-            self._stop.set()
+        self.misses += 1
+        if self.misses > self.allowed:
+            self.stop.set()
 
 
 class _Noted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from octavo_lab.fleet.arms import LATE, simulate
 from octavo_lab.fleet.workload import FleetConfig
@@ -16,38 +16,31 @@ from octavo_lab.tune.target import LatencyTarget, trial_of
 from scheduler_svc.core import CoreConfig
 
 
+@dataclass(frozen=True, slots=True)
 class SimulatedTrials:
-    """Runs trials on a simulated worker. The same rate brings the same requests at the same times.
+    """Runs trials on a simulated worker. The same rate brings the same requests at the same times."""
 
-    Args:
-        worker: a fleet of one, with its blocks at full memory utilization.
-        lengths: (prompt tokens, output tokens) of each request.
-        target: what is wanted.
-        seed: of the times.
-    """
-
-    def __init__(
-        self, worker: FleetConfig, lengths: Sequence[tuple[int, int]], target: LatencyTarget, seed: int = 1
-    ) -> None:
-        self._worker = worker
-        self._lengths = lengths
-        self._target = target
-        self._seed = seed
+    worker: FleetConfig
+    """A fleet of one, with its blocks at full memory utilization."""
+    lengths: Sequence[tuple[int, int]]
+    """Prompt and output tokens of each request."""
+    target: LatencyTarget
+    seed: int = 1
 
     def __call__(self, settings: Settings, rate_per_s: float) -> Trial:
         """Run one trial; virtual time costs little, so none is stopped early."""
         fleet = replace(
-            self._worker,
+            self.worker,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            num_blocks=int(self._worker.num_blocks * (settings.gpu_memory_utilization or 1.0)),
+            num_blocks=int(self.worker.num_blocks * (settings.gpu_memory_utilization or 1.0)),
         )
-        times = poisson(rate_per_s, random.Random(self._seed))
+        times = poisson(rate_per_s, random.Random(self.seed))
         jobs = []
-        for number, (at, lengths) in enumerate(zip(times, self._lengths, strict=False)):
+        for number, (at, lengths) in enumerate(zip(times, self.lengths, strict=False)):
             jobs.append((at, request_of(TraceRequest(at, *lengths), f"r{number}", number, fleet.block_size)))
         results = simulate(LATE, jobs, fleet, CoreConfig(max_waiting_requests=len(jobs) + 1))
-        return trial_of(settings, rate_per_s, self._target, [_measured(*one) for one in enumerate(results)])
+        return trial_of(settings, rate_per_s, self.target, [_measured(*one) for one in enumerate(results)])
 
 
 def _measured(number: int, one: SimResult) -> RequestMeasurement:

@@ -38,7 +38,7 @@ class Response:
 
 def try_all(search: SettingsSearch) -> TuningResult:
     """Try every setting of the space with the same care."""
-    space = search._space
+    space = search.space
     for place in itertools.product(range(len(space.max_num_seqs)), range(len(space.max_num_batched_tokens))):
         if (settings := space.at(place)) is not None:
             search._challenge(settings)
