@@ -191,15 +191,15 @@ class Judge:
             self.stop.set()
 
 
+@dataclass(slots=True)
 class _Noted:
     """Notes when output came, on its way to the sink."""
 
-    def __init__(self, sink: Sink, loop: asyncio.AbstractEventLoop) -> None:
-        self.times: list[float] = []
-        self._sink = sink
-        self._loop = loop
+    sink: Sink
+    loop: asyncio.AbstractEventLoop
+    times: list[float] = field(default_factory=list)
 
     def chunk(self) -> None:
         """A message with output has come, now."""
-        self._sink.chunk()
-        self.times.append(self._loop.time())
+        self.sink.chunk()
+        self.times.append(self.loop.time())
