@@ -382,7 +382,14 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         request: pb.ListModelsRequest,
         context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
     ) -> pb.ListModelsResponse:
-        model = pb.Model(id="fake", max_model_len=2048, workers=1, adapters=self.adapters)
+        model = pb.Model(
+            id="fake",
+            max_model_len=2048,
+            workers=1,
+            adapters=self.adapters,
+            generation_defaults=common_pb2.SamplingParams(temperature=0.2, top_k=0),
+            aliases=["other"],
+        )
         return pb.ListModelsResponse(models=[model])
 
 

@@ -18,7 +18,7 @@ def test_settings_flag_beats_environment_beats_file_beats_default(
     settings = WorkerSettings.load({"config_file": str(file), "num_blocks": "16"})
     kv, batch = settings.kv, settings.batch
     found = (kv.num_blocks, kv.block_size, batch.max_num_seqs, batch.max_num_batched_tokens)
-    assert found == (16, 8, 4, 512)
+    assert found == (16, 8, 4, None)
 
 
 def test_settings_bind_to_loopback_and_run_no_foreign_code_by_default() -> None:
