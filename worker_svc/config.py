@@ -39,7 +39,7 @@ class BackendSection(Section):
     revision: Name | None = Field(None, description="branch, tag or commit of a model on the hub")
     served_model_name: Annotated[tuple[Name, ...], COMMAS] = Field(
         (),
-        description="names that requests may use; the first is the model's id (default: that of its file or folder)",
+        description="names that requests may use, its id first; by default that of its file or folder",
     )
     runner: Literal["torch", "vllm", "sim"] = Field("torch", description="backend that computes the steps")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the torch runner computes")

@@ -40,6 +40,8 @@ class Limits:
     def reason(self) -> str:
         """How both came about."""
         seqs, tokens = self.seqs, self.tokens
+        if seqs.reason == tokens.reason:
+            return f"{seqs.value} sequences and {tokens.value} tokens a step ({seqs.reason})"
         return f"{seqs.value} sequences ({seqs.reason}), {tokens.value} tokens a step ({tokens.reason})"
 
     def within(self, num_blocks: int, block_size: int) -> Limits:
