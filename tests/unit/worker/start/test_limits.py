@@ -11,6 +11,7 @@ from octavo.steptimes import StepTimes
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.limits import Limits
 from worker_svc.runner.sim import SimRunner, built_in_model
+from worker_svc.runner.vllm import installed
 from worker_svc.start.limits import GIB, Gpu, choose, limits_of
 from worker_svc.start.load import build
 
@@ -38,10 +39,13 @@ def test_limits_fit_the_device(gpu: Gpu | None, seqs: int, tokens: int) -> None:
     assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (seqs, tokens)
 
 
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # vLLM warns about itself while it is imported
 @pytest.mark.parametrize("memory_gib", [16, 80, 180])
 def test_limits_on_a_gpu_are_those_of_vllm_serve(monkeypatch: pytest.MonkeyPatch, memory_gib: int) -> None:
-    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
-    from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415 - only where vLLM is installed
+    installed.prepare()
+    from vllm.engine import arg_utils  # noqa: PLC0415 - only where vLLM is installed
+    from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
 
     name = "NVIDIA Something"
     platform = SimpleNamespace(
