@@ -190,6 +190,7 @@ class SchedulerProcess:
             self.tenants,
             self.fleet,
             self._pins,
+            self.models,
             lambda: key_file.problem if key_file is not None else None,
         )
         return StatusCollector(self.scheduler_id, sources, self._settings.observability.price_per_gpu_hour)

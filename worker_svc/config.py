@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from octavo.service.settings import (
+    COMMAS,
     NONE,
     Amount,
     Count,
@@ -36,6 +37,10 @@ class BackendSection(Section):
         description="model folder, GGUF file, name on the Hugging Face hub, `demo`, or `sim` (sim runner)",
     )
     revision: Name | None = Field(None, description="branch, tag or commit of a model on the hub")
+    served_model_name: Annotated[tuple[Name, ...], COMMAS] = Field(
+        (),
+        description="names that requests may use, its id first; by default that of its file or folder",
+    )
     runner: Literal["torch", "vllm", "sim"] = Field("torch", description="backend that computes the steps")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the torch runner computes")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
@@ -45,6 +50,13 @@ class BackendSection(Section):
     padded: bool = Field(
         False, description="compute each batch padded to its longest row, as the static arm does (torch, sim)"
     )
+
+    @field_validator("served_model_name", mode="after")
+    @classmethod
+    def _named_once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(names)) < len(names):
+            raise ValueError("names a model twice")
+        return names
 
 
 class VllmSection(Section):
@@ -97,8 +109,12 @@ _RUNNERS_OF: Final = {
 class BatchSection(Section):
     """How much is computed at once."""
 
-    max_num_seqs: Count = Field(32, description="sequences that run at the same time, at most")
-    max_num_batched_tokens: Count = Field(512, description="tokens computed in one step, at most")
+    max_num_seqs: Count | None = Field(
+        None, description="sequences that run at the same time, at most; by default chosen for the device"
+    )
+    max_num_batched_tokens: Count | None = Field(
+        None, description="tokens computed in one step, at most; by default chosen for the device"
+    )
     max_model_len: Count | None = Field(
         None,
         description="tokens of one sequence, at most; by default what model and pool can hold",
@@ -106,6 +122,8 @@ class BatchSection(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if self.max_num_batched_tokens is None or self.max_num_seqs is None:
+            return self  # what is chosen fits what is set
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) < max_num_seqs "

@@ -138,12 +138,19 @@ class WorkerProcess:
             worker_id=worker_id,
             incarnation=terms.incarnation,
             model=loaded.info.model_id,
+            aliases=loaded.info.aliases,
             runner=loaded.info.runner,
             simulated=terms.simulated,
             max_model_len=terms.max_model_len,
             num_blocks=geometry.num_blocks,
             block_size=geometry.block_size,
             kv_mib=round(geometry.num_blocks * geometry.block_bytes / 2**20),
+        )
+        log.info(
+            "worker_limits",
+            max_num_seqs=terms.limits.max_num_seqs,
+            max_num_batched_tokens=terms.limits.max_num_batched_tokens,
+            reason=terms.limits.reason,
         )
         await _first(engine_loop.ended, stop)
         if engine_loop.ended.done():
@@ -165,8 +172,7 @@ class WorkerProcess:
             geometry=loaded.geometry,
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.info.vocab_size,
-            max_num_seqs=self._settings.batch.max_num_seqs,
-            max_num_batched_tokens=self._settings.batch.max_num_batched_tokens,
+            limits=loaded.limits,
             adapters=loaded.info.adapters,
             simulated=loaded.info.runner == "sim",
             # Ranks on a CPU share it.

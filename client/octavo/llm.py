@@ -181,12 +181,14 @@ class _Bar:
 
 
 def _flags(settings: Mapping[str, object]) -> list[str]:
-    """Return settings as arguments of a command: False is `--no-x`, True is `--x`."""
+    """Return settings as arguments of a command: False is `--no-x`, True is `--x`, a list has commas."""
     flags = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list | tuple):
+            flags.append(f"--{flag}={','.join(map(str, value))}")
         elif value is not None:
             flags.append(f"--{flag}={value}")
     return flags

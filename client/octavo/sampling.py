@@ -34,7 +34,7 @@ class Scalar:
     neutral: float | None = None
     """In force when neither the request nor the model says a value; None where it stays open."""
     of_model: bool = False
-    """A Hugging Face generation_config.json may say it."""
+    """A model may come with a default for it, as in a Hugging Face generation_config.json."""
     flag_help: str = ""
     """What its flag of the command line does; it has none when this is empty."""
 
@@ -65,7 +65,7 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling of one request. None means: as the model's generation_config says.
+    """Sampling of one request. None means: the default that comes with the model.
 
     Meanings and ranges are those of `SamplingParams` in common.proto. Construction does not
     validate; `violations()` lists what is wrong, so that every fault is named at once.
@@ -159,9 +159,11 @@ SCALARS: Final[Mapping[str, Scalar]] = {
     "logprobs": Scalar(int, high=MAX_LOGPROBS),
 }
 """The parameters that are one number or one flag."""
+OF_MODEL: Final = tuple(name for name, scalar in SCALARS.items() if scalar.of_model)
+"""Those for which a model may come with a default."""
 _RANGES: Final = {name: scalar.range for name, scalar in SCALARS.items()}
 NEUTRAL: Final = SamplingParams(**{name: scalar.neutral for name, scalar in SCALARS.items()})  # type: ignore[arg-type]  # by the table
-"""What a request gets that neither says nor finds in the model's generation_config."""
+"""What a request gets that neither says nor finds among the model's defaults."""
 
 
 class SamplingOptions(TypedDict, total=False):

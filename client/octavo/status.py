@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from octavo.keys import Quotas
 from octavo.protocol.steps import Priority
+from octavo.types import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class WorkerStatus:
     runner: str
     devices: int = 1
     """GPUs that it computes on together, 1 where it has none; 0 while it is not attached."""
+    limits_reason: str = ""
+    """How max_num_seqs and max_num_batched_tokens came about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +183,5 @@ class Status:
     """Why the key file as it is now cannot be used; the last good one is in force."""
     pins: tuple[PinStatus, ...] = ()
     """By model and name."""
+    models: tuple[ModelInfo, ...] = ()
+    """Those that requests may name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from octavo.protocol.steps import FinishReason, Priority, TokenLogprobs
@@ -228,6 +228,10 @@ class ModelInfo:
     adapters: tuple[str, ...]
     workers: int
     """Workers that serve it now."""
+    generation_defaults: Mapping[str, float] = field(default_factory=dict)
+    """What a request gets that leaves temperature, top_p, top_k, min_p or repetition_penalty open."""
+    aliases: tuple[str, ...] = ()
+    """Further names that requests may use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,12 @@ from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.admission.access import bearer_key
 from scheduler_svc.admission.admission import Admission
+from scheduler_svc.api.convert import model_to_proto
 from scheduler_svc.api.parsing import Malformed, accept
 from scheduler_svc.api.rpc import answering, rpc_deadline
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.fleet.models import ModelRegistry, ServedModel
+from scheduler_svc.fleet.models import ModelRegistry
 from scheduler_svc.requests.outbox import ClientStream, GenerateOutbox
 from scheduler_svc.text.tokenization import Decode, EncodeChat, EncodeText
 from scheduler_svc.text.tokenizer_pool import TokenizerPool
@@ -123,16 +124,4 @@ class GenerationService:
     ) -> pb.ListModelsResponse:
         """Return the models that requests may name."""
         accept(request)
-        return pb.ListModelsResponse(models=[_model_to_proto(model) for model in self._models])
-
-
-def _model_to_proto(model: ServedModel) -> pb.Model:
-    return pb.Model(
-        id=model.id,
-        revision=model.revision,
-        max_model_len=model.max_model_len,
-        vocab_size=model.vocab_size,
-        has_chat_template=model.has_chat_template,
-        workers=len(model.workers),
-        adapters=sorted(model.adapters),
-    )
+        return pb.ListModelsResponse(models=map(model_to_proto, self._models))

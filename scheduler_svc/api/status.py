@@ -10,8 +10,10 @@ from typing import Final
 from octavo.protocol.convert import priority_to_proto
 from octavo.v1 import operations_pb2
 
+from scheduler_svc.api.convert import model_to_proto
 from scheduler_svc.core.snapshot import CoreSnapshot, OverloadSnapshot, QueueSnapshot, WorkerSnapshot
 from scheduler_svc.driver import CoreDriver
+from scheduler_svc.fleet.models import ModelRegistry
 from scheduler_svc.fleet.pins import PinRegistry
 from scheduler_svc.fleet.workers import Fleet
 from scheduler_svc.observe.recent import History
@@ -30,6 +32,7 @@ class StatusSources:
     tenants: Tenants
     fleet: Fleet
     pins: PinRegistry
+    models: ModelRegistry
     key_file_problem: Callable[[], str | None]
 
 
@@ -64,6 +67,7 @@ class StatusCollector:
             tenants=map(_tenant, sources.tenants),
             key_file_problem=sources.key_file_problem(),
             pins=self._pin_status(snapshot),
+            models=map(model_to_proto, sources.models),
         )
 
     def _pin_status(self, snapshot: CoreSnapshot) -> Iterable[operations_pb2.PinStatus]:
@@ -92,7 +96,7 @@ class StatusCollector:
             worker = known.get(link.worker_id)
             if worker is not None and link.state != "lost":
                 _fill_worker(proto, worker)
-                proto.devices = link.devices
+                proto.devices, proto.limits_reason = link.devices, link.limits_reason
                 bubbles = accounts.recent_bubble_s.get(link.worker_id)
                 if bubbles is not None:
                     proto.bubble_share = min(1.0, bubbles.per_s(now))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -42,6 +42,8 @@ class ServedModel:
     defaults: SamplingParams
     """Complete but for seed, max_tokens and logprobs."""
     detokenizer: Detokenizer
+    aliases: tuple[str, ...] = ()
+    """Further names that requests may use."""
     context: dict[str, int] = field(default_factory=dict)
     """Tokens of the longest sequence, by worker; the last known of those that are away."""
     claims: set[str] = field(default_factory=set)
@@ -50,6 +52,11 @@ class ServedModel:
     """Workers that are attached."""
     adapters_of: dict[str, frozenset[str]] = field(default_factory=dict)
     """LoRA adapters by worker; like `context`, also of those that are away."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that requests may use; the first is its id."""
+        return (self.id, *self.aliases)
 
     @property
     def max_model_len(self) -> int:
@@ -80,7 +87,7 @@ class ModelTarget:
 
 
 class ModelRegistry:
-    """All models, by id."""
+    """All models, by id. No two have a name in common."""
 
     def __init__(self, pool: TokenizerPool) -> None:
         self._pool = pool
@@ -110,9 +117,10 @@ class ModelRegistry:
         """
         if not self._models:
             raise ServiceError("NO_WORKER", "no worker has connected yet", retry_after_s=1.0)
-        if name in self._models:
-            return ModelTarget(self._models[name])
         if name:
+            named = self._models.get(name) or next((model for model in self if name in model.aliases), None)
+            if named is not None:
+                return ModelTarget(named)
             owners = [model for model in self if name in model.adapters]
             if owners:
                 # Two may have it when the workers of one are away: then the other is meant.
@@ -121,7 +129,7 @@ class ModelRegistry:
                 raise ServiceError(
                     "NO_WORKER", f"no worker with model {name!r} has connected yet", retry_after_s=1.0
                 )
-        known = ", ".join(sorted([*self._models, *(name for model in self for name in model.adapters)]))
+        known = ", ".join(sorted(name for model in self for name in (*model.names, *model.adapters)))
         if name:
             raise ServiceError(
                 "UNKNOWN_MODEL",
@@ -152,6 +160,15 @@ class ModelRegistry:
                     f"it has (revision, kv dtype, block size, vocabulary, tokenizer) {fresh}, "
                     f"the others have {_identity_of(known)}"
                 )
+            elif not known.claims:
+                # It may have been configured anew.
+                known.aliases, known.defaults = tuple(description.aliases), _defaults(description)
+            elif set(known.aliases) != set(description.aliases):
+                raise IncompatibleWorker(
+                    f"it serves the model as {_listed(_names(description))}, "
+                    f"the others as {_listed(known.names)}"
+                )
+            self._take_names(known)
             known.context[description.worker_id] = description.max_model_len
             known.adapters_of[description.worker_id] = frozenset(description.adapters)
             known.claims.add(description.worker_id)
@@ -159,15 +176,30 @@ class ModelRegistry:
 
     def _check_names(self, description: worker_pb2.WorkerDescription) -> None:
         """Refuse a worker under whose names a request could mean two things."""
-        own = description.model_id
-        others = [model for model in self if model.id != own and model.claims]
+        names = _names(description)
+        others = [model for model in self if model.id != description.model_id and model.claims]
         for name in description.adapters:
-            if name == own or any(name == model.id for model in others):
+            if name in names or any(name in model.names for model in others):
                 raise IncompatibleWorker(f"its adapter {name} has the name of a model")
             if (owner := next((model for model in others if model.claims_adapter(name)), None)) is not None:
                 raise IncompatibleWorker(f"model {owner.id} has an adapter {name}, too")
-        if any(model.claims_adapter(own) for model in others):
-            raise IncompatibleWorker(f"its model {own} has the name of another model's adapter")
+        for name in names:
+            if any(model.claims_adapter(name) for model in others):
+                raise IncompatibleWorker(f"its model {name} has the name of another model's adapter")
+            if (owner := next((model for model in others if name in model.names), None)) is not None:
+                raise IncompatibleWorker(
+                    f"it serves its model as {_listed(names)}, and {name} is a name of another, which is "
+                    f"served as {_listed(owner.names)}; workers of one model must have the same names, the "
+                    "first one first"
+                )
+
+    def _take_names(self, model: ServedModel) -> None:
+        """Let a model have its names alone; others that have one of them have no workers any more."""
+        names = frozenset(model.names)
+        self._models = {one.id: one for one in self if one is model or one.id not in names}
+        for one in self:
+            if one is not model:
+                one.aliases = tuple(alias for alias in one.aliases if alias not in names)
 
     def release(self, description: worker_pb2.WorkerDescription) -> None:
         """A worker is not attached any more, or never was."""
@@ -204,9 +236,22 @@ class ModelRegistry:
             text_key=spec.model,
             has_chat_template=template is not None,
             eos_token_ids=frozenset(description.eos_token_ids),
-            defaults=sampling_from_proto(description.generation_defaults).completed_by(NEUTRAL),
+            defaults=_defaults(description),
             detokenizer=detokenizer,
+            aliases=tuple(description.aliases),
         )
+
+
+def _names(description: worker_pb2.WorkerDescription) -> tuple[str, ...]:
+    return (description.model_id, *description.aliases)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _defaults(description: worker_pb2.WorkerDescription) -> SamplingParams:
+    return sampling_from_proto(description.generation_defaults).completed_by(NEUTRAL)
 
 
 def _window_detokenizer(tokenizer_json: bytes) -> WindowDetokenizer:

@@ -71,6 +71,8 @@ class LinkStatus:
     runner: str = ""
     devices: int = 1
     """GPUs that it computes on together."""
+    limits_reason: str = ""
+    """How its limits came about."""
 
 
 class Epochs:
@@ -223,6 +225,7 @@ class WorkerLink:
             model = await context.models.claim(description)
             status.worker_id, status.model, status.runner = worker_id, model.id, description.runner
             status.devices = description.devices if description.HasField("devices") else 1
+            status.limits_reason = description.limits_reason
             self.model_id = model.id
             self._incarnation = description.incarnation
             geometry = description.geometry

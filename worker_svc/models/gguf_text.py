@@ -7,11 +7,13 @@ is llama.cpp's knowledge and is spelled out here for the byte-level BPE families
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from worker_svc.errors import ModelLoadError
+from worker_svc.models.generation import gguf_defaults
 from worker_svc.models.text import ModelText
 
 _CONTROL: Final = 3
@@ -67,12 +69,13 @@ _WHOLE_WORDS_FIRST: Final = frozenset({"llama-bpe", "llama3"})
 BOS token unless the file says otherwise."""
 
 
-def gguf_text(metadata: Mapping[str, Any], source: str) -> ModelText:
-    """Return tokenizer, end tokens and chat template of a GGUF file.
+def gguf_text(metadata: Mapping[str, Any], path: Path) -> ModelText:
+    """Return tokenizer, end tokens, chat template and sampling defaults of the GGUF file at `path`.
 
     Raises:
         ModelLoadError: the file describes a tokenizer that is not supported, or contradicts itself.
     """
+    source = str(path)
     try:
         tokens: list[str] = metadata["tokenizer.ggml.tokens"]
         merges: list[str] = metadata.get("tokenizer.ggml.merges", [])
@@ -109,6 +112,7 @@ def gguf_text(metadata: Mapping[str, Any], source: str) -> ModelText:
         add_bos_token=add_bos,
         chat_template=metadata.get("tokenizer.chat_template"),
         special_tokens=special_tokens,
+        generation_defaults=gguf_defaults(metadata, path),
     )
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from octavo.sampling import SCALARS, SamplingParams
+from octavo.sampling import SamplingParams
 
 from worker_svc.errors import ModelLoadError
+from worker_svc.models.files import read_json
+from worker_svc.models.generation import GENERATION_CONFIG, config_defaults
 
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-_DEFAULTS: Final = tuple(name for name, scalar in SCALARS.items() if scalar.of_model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +30,6 @@ class ModelText:
     generation_defaults: SamplingParams = field(default_factory=SamplingParams)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        ModelLoadError: there is no such file, or it holds something else.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelLoadError(f"{path}: no such file") from error
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
-    return value
-
-
 def folder_text(folder: Path) -> ModelText:
     """Return tokenizer, end tokens, chat template and generation defaults of a model folder.
 
@@ -59,7 +42,7 @@ def folder_text(folder: Path) -> ModelText:
         raise ModelLoadError(f"{tokenizer}: no such file; the model needs a fast tokenizer")
     files = {name: (folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).is_file()}
     settings = _optional_json(folder / "tokenizer_config.json")
-    generation = _optional_json(folder / "generation_config.json")
+    generation = _optional_json(folder / GENERATION_CONFIG)
     vocabulary = _special_ids(read_json(tokenizer))
     special = {
         role: text for role in _SPECIAL_TOKENS if (text := _token_text(settings.get(role))) is not None
@@ -75,7 +58,7 @@ def folder_text(folder: Path) -> ModelText:
         add_bos_token=bool(settings.get("add_bos_token", False)),
         chat_template=_chat_template(folder, settings),
         special_tokens=special,
-        generation_defaults=_generation_defaults(generation),
+        generation_defaults=config_defaults(generation, str(folder / GENERATION_CONFIG)),
     )
 
 
@@ -111,14 +94,3 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = by_name.get("default")
     return template if isinstance(template, str) else None
-
-
-def _generation_defaults(generation: Mapping[str, Any]) -> SamplingParams:
-    if generation.get("do_sample") is False:
-        # Sampling fields of a config that says greedy are leftovers; transformers ignores them, too.
-        penalty = generation.get("repetition_penalty")
-        return SamplingParams(repetition_penalty=None if penalty is None else float(penalty))
-    found = {name: generation[name] for name in _DEFAULTS if generation.get(name) is not None}
-    if "top_k" in found:
-        found["top_k"] = int(found["top_k"])
-    return SamplingParams(**found)

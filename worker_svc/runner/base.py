@@ -20,6 +20,7 @@ class LoadedModel:
     """
 
     model_id: str
+    """Its first name."""
     revision: str
     text: ModelText
     runner: str
@@ -29,6 +30,8 @@ class LoadedModel:
     max_model_len: int = 0
     kv_bytes_per_token: int = 0
     """In one rank."""
+    aliases: tuple[str, ...] = ()
+    """Further names."""
     adapters: tuple[str, ...] = ()
     device: str = "cpu"
     num_ranks: int = 1

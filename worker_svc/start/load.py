@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 from octavo.steptimes import StepTimes, StepTimesError
 
@@ -17,6 +18,7 @@ from worker_svc.errors import InvalidSettings
 from worker_svc.models.files import ModelFormat, ResolvedModel
 from worker_svc.models.progress import Progress
 from worker_svc.runner.base import LoadedModel, ModelRunner
+from worker_svc.start.limits import limits_of
 from worker_svc.start.sizing import size
 
 
@@ -36,9 +38,11 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
     Raises:
         InvalidSettings: the settings do not fit the model or the machine.
     """
-    info = runner.info
-    sizing = size(settings, info, runner.available_kv_bytes)
+    info = _named(runner.info, settings.backend.served_model_name)
+    limits = limits_of(settings)
+    sizing = size(settings, info, limits.max_num_seqs, runner.available_kv_bytes)
     geometry = sizing.geometry
+    limits = limits.within(geometry.num_blocks, geometry.block_size)
     try:
         runner.allocate(geometry.num_blocks, geometry.block_size, geometry.num_host_blocks)
     except MemoryError as error:
@@ -49,7 +53,7 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
     config = EngineConfig(
         block_size=geometry.block_size,
         num_blocks=geometry.num_blocks,
-        max_num_seqs=settings.batch.max_num_seqs,
+        max_num_seqs=limits.max_num_seqs,
         max_model_len=sizing.max_model_len,
         eos_token_ids=info.text.eos_token_ids,
         num_host_blocks=geometry.num_host_blocks,
@@ -58,10 +62,20 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
         check_integrity=settings.process.check_integrity,
     )
     if not settings.process.enable_faults:
-        return Loaded(WorkerEngine(runner, config), info, geometry, sizing.max_model_len)
+        return Loaded(WorkerEngine(runner, config), info, geometry, sizing.max_model_len, limits)
     faults = Faults()
     engine = WorkerEngine(FaultyRunner(runner, faults, ProcessFaults()), config, faults)
-    return Loaded(engine, info, geometry, sizing.max_model_len, faults)
+    return Loaded(engine, info, geometry, sizing.max_model_len, limits, faults)
+
+
+def _named(info: LoadedModel, names: tuple[str, ...]) -> LoadedModel:
+    """Return the description of a model under the names that it is to be served by."""
+    if not names:
+        return info
+    for name in names:
+        if name in info.adapters:
+            raise InvalidSettings(f"served_model_name {name}: an adapter has this name")
+    return replace(info, model_id=names[0], aliases=names[1:])
 
 
 class ProcessFaults:
@@ -107,13 +121,14 @@ def _load_torch(settings: WorkerSettings, progress: Progress) -> ModelRunner:
     model = resolve(backend.model, progress, backend.revision)
     from worker_svc.runner import torch
 
+    limits = limits_of(settings)
     options = torch.TorchOptions(
         device=backend.device,
         dtype=backend.dtype,
         num_threads=backend.num_threads,
         max_model_len=batch.max_model_len,
-        max_num_batched_tokens=batch.max_num_batched_tokens,
-        max_num_seqs=batch.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
         padded=backend.padded,
     )
     return torch.load(model, options, progress)
@@ -129,6 +144,7 @@ def _load_vllm(settings: WorkerSettings, progress: Progress) -> ModelRunner:
     backend, batch, vllm = settings.backend, settings.batch, settings.vllm
     installed.prepare()
     model = resolve(backend.model, progress, backend.revision, with_code=vllm.trust_remote_code)
+    limits = limits_of(settings)
     is_gguf = model.format is ModelFormat.GGUF
     dtype = chosen_dtype(backend.dtype, dequantized=is_gguf)
     vllm_settings = VllmSettings(
@@ -139,8 +155,8 @@ def _load_vllm(settings: WorkerSettings, progress: Progress) -> ModelRunner:
         enforce_eager=vllm.enforce_eager,
         tensor_parallel_size=vllm.tensor_parallel_size,
         trust_remote_code=vllm.trust_remote_code,
-        max_num_seqs=batch.max_num_seqs,
-        max_num_batched_tokens=batch.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=batch.max_model_len,
         block_size=settings.tokens_per_block,
         gpu_memory_utilization=settings.kv.gpu_memory_utilization,
@@ -173,7 +189,7 @@ def _text_info(model: ResolvedModel, runner: str) -> LoadedModel:
     from worker_svc.models.text import folder_text
 
     if model.format is ModelFormat.GGUF:
-        text = gguf_text(open_gguf_file(model.path).metadata, str(model.path))
+        text = gguf_text(open_gguf_file(model.path).metadata, model.path)
     else:
         text = folder_text(model.path)
     return LoadedModel(model.model_id, model.revision, text, runner)

@@ -23,12 +23,18 @@ class Sizing:
     max_model_len: int
 
 
-def size(settings: WorkerSettings, info: LoadedModel, available_kv_bytes: Callable[[float], int]) -> Sizing:
+def size(
+    settings: WorkerSettings,
+    info: LoadedModel,
+    max_num_seqs: int,
+    available_kv_bytes: Callable[[float], int],
+) -> Sizing:
     """Choose the sizes.
 
     Args:
         settings: what was asked for.
         info: the loaded model.
+        max_num_seqs: sequences that run at the same time, at most.
         available_kv_bytes: see `ModelRunner.available_kv_bytes`.
 
     Raises:
@@ -36,8 +42,9 @@ def size(settings: WorkerSettings, info: LoadedModel, available_kv_bytes: Callab
     """
     block_bytes = settings.tokens_per_block * info.kv_bytes_per_token
     model_len = _model_len(settings, info)
-    num_blocks = _num_blocks(settings, info, model_len, available_kv_bytes)
     longest_blocks = -(-model_len // settings.tokens_per_block)
+    # More than every row at its longest would never be used but by the prefix cache.
+    num_blocks = _num_blocks(settings, info, max_num_seqs * longest_blocks, available_kv_bytes)
     if settings.batch.max_model_len is not None and longest_blocks > num_blocks:
         raise InvalidSettings(
             f"max_model_len {model_len} needs {longest_blocks} blocks of {settings.tokens_per_block} tokens, "
@@ -77,7 +84,7 @@ def _model_len(settings: WorkerSettings, info: LoadedModel) -> int:
 def _num_blocks(
     settings: WorkerSettings,
     info: LoadedModel,
-    model_len: int,
+    most_blocks: int,
     available_kv_bytes: Callable[[float], int],
 ) -> int:
     block_bytes = settings.tokens_per_block * info.kv_bytes_per_token
@@ -104,9 +111,7 @@ def _num_blocks(
             f"one block takes {settings.tokens_per_block} tokens x {info.kv_bytes_per_token} bytes = "
             f"{block_bytes / 2**20:.1f} MiB"
         )
-    # More than every row at its longest would never be used but by the prefix cache.
-    longest_blocks = -(-model_len // settings.tokens_per_block)
-    return min(available // block_bytes, settings.batch.max_num_seqs * longest_blocks)
+    return min(available // block_bytes, most_blocks)
 
 
 def _num_host_blocks(settings: KvSection, block_bytes: int) -> int:

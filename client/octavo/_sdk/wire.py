@@ -14,7 +14,7 @@ from octavo.keys import QUOTAS, Quotas
 from octavo.protocol.convert_sampling import sampling_to_proto
 from octavo.protocol.scalars import Scalars, given
 from octavo.protocol.steps import Priority, TokenLogprobs
-from octavo.sampling import SamplingParams
+from octavo.sampling import OF_MODEL, SamplingParams
 from octavo.status import (
     HistoryPoint,
     OverloadStatus,
@@ -323,7 +323,19 @@ def model_info(message: pb.Model) -> ModelInfo:
         has_chat_template=message.has_chat_template,
         adapters=tuple(message.adapters),
         workers=message.workers,
+        generation_defaults=_defaults(message.generation_defaults),
+        aliases=tuple(message.aliases),
     )
+
+
+def _defaults(message: common_pb2.SamplingParams) -> dict[str, float]:
+    """Return what is set, as somebody wrote it: 0.2 travels as a float32, which is 0.200000003."""
+    values = {name: given(message, name) for name in OF_MODEL}
+    return {
+        name: float(f"{value:.7g}") if isinstance(value, float) else value
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def status(message: operations_pb2.Status) -> Status:
@@ -359,6 +371,7 @@ def status(message: operations_pb2.Status) -> Status:
         overload=tuple(_overload(one) for one in message.overload),
         key_file_problem=given(message, "key_file_problem"),
         pins=tuple(PinStatus(one.name, one.model, one.blocks, tuple(one.workers)) for one in message.pins),
+        models=tuple(model_info(one) for one in message.models),
     )
 
 
@@ -437,4 +450,5 @@ def _worker(message: operations_pb2.WorkerStatus) -> WorkerStatus:
         max_num_batched_tokens=message.max_num_batched_tokens,
         runner=message.runner,
         devices=message.devices,
+        limits_reason=message.limits_reason,
     )

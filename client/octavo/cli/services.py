@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
@@ -57,6 +57,16 @@ def _add_section(parser: argparse._ArgumentGroup, section: Any) -> None:
                 default=argparse.SUPPRESS,
                 help=_help(f"one of the {field.description}; may be repeated", None),
             )
+        elif get_origin(field.annotation) is tuple and Ellipsis in get_args(field.annotation):
+            parser.add_argument(
+                flag,
+                action=_Joined,
+                nargs="+",
+                dest=_GIVEN + field_name,
+                metavar="X",
+                default=argparse.SUPPRESS,
+                help=_help(field.description, field.default),
+            )
         else:
             parser.add_argument(
                 flag,
@@ -65,6 +75,21 @@ def _add_section(parser: argparse._ArgumentGroup, section: Any) -> None:
                 default=argparse.SUPPRESS,
                 help=_help(field.description, field.default),
             )
+
+
+class _Joined(argparse.Action):
+    """Takes several values as one text with commas, which the settings take apart."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Note them."""
+        del parser, option_string
+        setattr(namespace, self.dest, ",".join(values or ()))
 
 
 def _pair(text: str) -> tuple[str, Any]:

@@ -12,6 +12,7 @@ from typing import Final
 from octavo.cli import output, request
 from octavo.cli.dashboard import LEVEL_COLOURS, LEVELS, control_loop
 from octavo.client import Client
+from octavo.sampling import SCALARS
 from octavo.status import HistoryPoint, OverloadStatus, Status
 
 _STATE_COLOURS: Final = {"ready": "green", "draining": "yellow", "connecting": "yellow", "lost": "red"}
@@ -96,7 +97,7 @@ def show(status: Status, points: Sequence[HistoryPoint] | None = None) -> str:
     if status.key_file_problem is not None:
         problem = f"key file  cannot be used, the last good one is in force: {status.key_file_problem}"
         lines.append(output.paint(problem, "red"))
-    lines += ["", _workers(status)]
+    lines += ["", _workers(status), *_limits(status), *_models(status)]
     if status.tenants and [tenant.tenant for tenant in status.tenants] != ["anonymous"]:
         lines += ["", _tenants(status)]
     if status.pins:
@@ -164,6 +165,30 @@ def _workers(status: Status) -> str:
     for state, colour in _STATE_COLOURS.items():
         text = text.replace(f" {state} ", f" {output.paint(state, colour)} ")
     return text
+
+
+def _limits(status: Status) -> list[str]:
+    """How the workers' limits came about; workers of which the same is to be said share a line."""
+    workers: dict[str, list[str]] = {}
+    for worker in status.workers:
+        if worker.limits_reason:
+            workers.setdefault(worker.limits_reason, []).append(worker.worker_id)
+    return [f"limits    {reason}: {', '.join(names)}" for reason, names in workers.items()]
+
+
+def _models(status: Status) -> list[str]:
+    """What requests get that leave sampling open, and by which other names they may ask for a model."""
+    lines = []
+    for model in status.models:
+        said = ", ".join(
+            f"{name} {value:g}"
+            for name, value in model.generation_defaults.items()
+            if value != SCALARS[name].neutral or name == "temperature"
+        )
+        lines.append(f"defaults  {model.id}: {said}")
+        if model.aliases:
+            lines.append(f"names     {model.id}: also {', '.join(model.aliases)}")
+    return lines
 
 
 def _queues(status: Status) -> str:

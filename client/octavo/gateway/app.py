@@ -160,12 +160,15 @@ class Gateway:
         raise GatewayError(Failure(404, f"no model {name!r} here", "model_not_found", "model", retry=False))
 
     async def _models(self, request: Request) -> list[dict[str, Any]]:
-        """Return what a request may name as its model: each model, and its adapters after it."""
+        """Return what a request may name as its model: each model, then its other names and its adapters."""
         models = await self._client.models(api_key=translate.bearer_key(request.headers))
         return [
             self._model(model, name, parent)
             for model in models
-            for name, parent in [(model.id, None), *((adapter, model.id) for adapter in model.adapters)]
+            for name, parent in [
+                *((name, None) for name in (model.id, *model.aliases)),
+                *((adapter, model.id) for adapter in model.adapters),
+            ]
         ]
 
     def _model(self, model: ModelInfo, name: str, parent: str | None) -> dict[str, Any]:
@@ -174,11 +177,12 @@ class Gateway:
             "object": "model",
             "created": self._started_at,
             "owned_by": "octavo",
-            "root": name,
+            "root": model.id if parent is None else name,
             "parent": parent,
             "max_model_len": model.max_model_len,
             "revision": model.revision,
             "workers": model.workers,
+            "generation_defaults": model.generation_defaults,
         }
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:

@@ -129,7 +129,10 @@ class ChatAnswer(BaseModel):
 
 
 class ModelAnswer(BaseModel):
-    """A model, or an adapter of the model that is its `parent`; `workers` serve it now."""
+    """A model by one of its names (`root` is the first), or an adapter of the model that is its `parent`.
+
+    `workers` serve it now. `generation_defaults` are what a request gets that leaves them open.
+    """
 
     id: str
     object: Literal["model"]
@@ -140,6 +143,7 @@ class ModelAnswer(BaseModel):
     max_model_len: int
     revision: str
     workers: int
+    generation_defaults: dict[str, float]
 
 
 class ModelsAnswer(BaseModel):

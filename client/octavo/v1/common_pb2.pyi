@@ -84,7 +84,7 @@ global___FinishReason = FinishReason
 @typing.final
 class SamplingParams(google.protobuf.message.Message):
     """How to pick the next token, and when to stop. In a GenerateRequest an absent field takes the
-    model's generation_config; in an Admit every field that matters is set.
+    model's default; in an Admit every field that matters is set.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

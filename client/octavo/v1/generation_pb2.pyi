@@ -674,6 +674,8 @@ class Model(google.protobuf.message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
+    GENERATION_DEFAULTS_FIELD_NUMBER: builtins.int
+    ALIASES_FIELD_NUMBER: builtins.int
     id: builtins.str
     revision: builtins.str
     max_model_len: builtins.int
@@ -686,6 +688,16 @@ class Model(google.protobuf.message.Message):
     def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """LoRA adapters that requests may name as `model`."""
 
+    @property
+    def generation_defaults(self) -> octavo.v1.common_pb2.SamplingParams:
+        """What a request that leaves them open gets: those of the model where it has any, neutral values elsewhere.
+        seed, max_tokens and logprobs stay absent.
+        """
+
+    @property
+    def aliases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Further names that requests may use instead of id."""
+
     def __init__(
         self,
         *,
@@ -696,7 +708,10 @@ class Model(google.protobuf.message.Message):
         has_chat_template: builtins.bool = ...,
         adapters: collections.abc.Iterable[builtins.str] | None = ...,
         workers: builtins.int = ...,
+        generation_defaults: octavo.v1.common_pb2.SamplingParams | None = ...,
+        aliases: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "has_chat_template", b"has_chat_template", "id", b"id", "max_model_len", b"max_model_len", "revision", b"revision", "vocab_size", b"vocab_size", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["generation_defaults", b"generation_defaults"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "aliases", b"aliases", "generation_defaults", b"generation_defaults", "has_chat_template", b"has_chat_template", "id", b"id", "max_model_len", b"max_model_len", "revision", b"revision", "vocab_size", b"vocab_size", "workers", b"workers"]) -> None: ...
 
 global___Model = Model

@@ -182,6 +182,7 @@ class Status(google.protobuf.message.Message):
     KEY_FILE_PROBLEM_FIELD_NUMBER: builtins.int
     OVERLOAD_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
+    MODELS_FIELD_NUMBER: builtins.int
     scheduler_id: builtins.str
     version: builtins.str
     uptime_s: builtins.float
@@ -220,6 +221,8 @@ class Status(google.protobuf.message.Message):
     def pins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PinStatus]:
         """By model and name."""
 
+    @property
+    def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[octavo.v1.generation_pb2.Model]: ...
     def __init__(
         self,
         *,
@@ -239,9 +242,10 @@ class Status(google.protobuf.message.Message):
         key_file_problem: builtins.str | None = ...,
         overload: collections.abc.Iterable[global___OverloadStatus] | None = ...,
         pins: collections.abc.Iterable[global___PinStatus] | None = ...,
+        models: collections.abc.Iterable[octavo.v1.generation_pb2.Model] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "key_file_problem", b"key_file_problem", "rates", b"rates"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "outcomes", b"outcomes", "overload", b"overload", "pins", b"pins", "queues", b"queues", "rates", b"rates", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "models", b"models", "outcomes", b"outcomes", "overload", b"overload", "pins", b"pins", "queues", b"queues", "rates", b"rates", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_key_file_problem", b"_key_file_problem"]) -> typing.Literal["key_file_problem"] | None: ...
 
 global___Status = Status
@@ -572,6 +576,7 @@ class WorkerStatus(google.protobuf.message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
     RUNNER_FIELD_NUMBER: builtins.int
     DEVICES_FIELD_NUMBER: builtins.int
+    LIMITS_REASON_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     address: builtins.str
     model: builtins.str
@@ -587,6 +592,8 @@ class WorkerStatus(google.protobuf.message.Message):
     runner: builtins.str
     devices: builtins.int
     """GPUs that it computes on together, 1 where it has none; 0 while it is not attached."""
+    limits_reason: builtins.str
+    """How max_num_seqs and max_num_batched_tokens came about, in words; empty while it is not attached."""
     @property
     def pool(self) -> global___PoolStatus: ...
     def __init__(
@@ -605,9 +612,10 @@ class WorkerStatus(google.protobuf.message.Message):
         max_num_batched_tokens: builtins.int = ...,
         runner: builtins.str = ...,
         devices: builtins.int = ...,
+        limits_reason: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "bubble_share", b"bubble_share", "devices", b"devices", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pool", b"pool", "runner", b"runner", "running", b"running", "state", b"state", "step_ms", b"step_ms", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "bubble_share", b"bubble_share", "devices", b"devices", "limits_reason", b"limits_reason", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pool", b"pool", "runner", b"runner", "running", b"running", "state", b"state", "step_ms", b"step_ms", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
 

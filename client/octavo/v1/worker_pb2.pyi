@@ -144,6 +144,8 @@ class WorkerDescription(google.protobuf.message.Message):
     ADAPTERS_FIELD_NUMBER: builtins.int
     ADD_BOS_TOKEN_FIELD_NUMBER: builtins.int
     DEVICES_FIELD_NUMBER: builtins.int
+    ALIASES_FIELD_NUMBER: builtins.int
+    LIMITS_REASON_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     """Drawn at start: another value means that the cache was lost."""
@@ -166,11 +168,13 @@ class WorkerDescription(google.protobuf.message.Message):
     """Text before a prompt gets bos_token_id when true and the tokenizer does not add it."""
     devices: builtins.int
     """GPUs that it computes on together; absent is 1."""
+    limits_reason: builtins.str
+    """How max_num_seqs and max_num_batched_tokens came about, in words."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def generation_defaults(self) -> octavo.v1.common_pb2.SamplingParams:
-        """Defaults of the model's generation_config; only what it sets."""
+        """Sampling defaults that come with the model; only what it sets."""
 
     @property
     def geometry(self) -> global___Geometry: ...
@@ -184,6 +188,10 @@ class WorkerDescription(google.protobuf.message.Message):
 
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def aliases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Further names of the model, which requests may use instead of model_id."""
+
     def __init__(
         self,
         *,
@@ -209,9 +217,11 @@ class WorkerDescription(google.protobuf.message.Message):
         adapters: collections.abc.Iterable[builtins.str] | None = ...,
         add_bos_token: builtins.bool = ...,
         devices: builtins.int | None = ...,
+        aliases: collections.abc.Iterable[builtins.str] | None = ...,
+        limits_reason: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "_devices", b"_devices", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "devices", b"devices", "generation_defaults", b"generation_defaults", "geometry", b"geometry"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "_devices", b"_devices", "adapters", b"adapters", "add_bos_token", b"add_bos_token", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation_defaults", b"generation_defaults", "geometry", b"geometry", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_id", b"model_id", "protocol_version", b"protocol_version", "revision", b"revision", "runner", b"runner", "special_tokens", b"special_tokens", "tokenizer_files", b"tokenizer_files", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "_devices", b"_devices", "adapters", b"adapters", "add_bos_token", b"add_bos_token", "aliases", b"aliases", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation_defaults", b"generation_defaults", "geometry", b"geometry", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "limits_reason", b"limits_reason", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_id", b"model_id", "protocol_version", b"protocol_version", "revision", b"revision", "runner", b"runner", "special_tokens", b"special_tokens", "tokenizer_files", b"tokenizer_files", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bos_token_id", b"_bos_token_id"]) -> typing.Literal["bos_token_id"] | None: ...
     @typing.overload

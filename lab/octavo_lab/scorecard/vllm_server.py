@@ -19,6 +19,7 @@ from typing import Final
 
 import aiohttp
 import psutil
+from octavo.sampling import OF_MODEL
 from octavo.stack import free_port
 
 from octavo_lab.scorecard.demo_model import quiet
@@ -138,6 +139,8 @@ def model_with_tokenizer(folder: Path, wanted_dtype: str) -> tuple[Path, str]:
     (target / "tokenizer_config.json").write_text(json.dumps(special))
     if text.chat_template is not None:
         (target / "chat_template.jinja").write_text(text.chat_template)
+    defaults = {name: getattr(text.generation_defaults, name) for name in OF_MODEL}
+    (target / "generation_config.json").write_text(json.dumps(defaults))
     return target, dtype
 
 

@@ -22,6 +22,15 @@ def token_id(seed: int, choice: int, position: int) -> int:
     return (seed * 7919 + choice * 104729 + position * 31) % 50_000
 
 
+MODEL = pb.Model(
+    id="fake",
+    aliases=["other"],
+    max_model_len=2048,
+    workers=1,
+    generation_defaults=common_pb2.SamplingParams(temperature=0.2, top_k=0),
+)
+
+
 def token_text(token: int) -> str:
     return f"é{token} "
 
@@ -76,6 +85,7 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
                 max_num_seqs=32,
                 step_ms=12.5,
                 runner="torch",
+                limits_reason="32 sequences (set)",
                 pool=operations_pb2.PoolStatus(
                     total=100, free=60, evictable=30, active=10, hit_tokens=30, miss_tokens=90
                 ),
@@ -87,6 +97,7 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
                 model="fake", level=1, backlog=0.62, wait=0.4, misses=0.03, predicted_ttft_ms=900
             )
         ],
+        models=[MODEL],
         pins=[operations_pb2.PinStatus(name="support", model="fake", blocks=12, workers=["w0"])],
         rates=operations_pb2.Rates(
             requests_per_s=2.5, output_tokens_per_s=80, ttft_p50_ms=120, ttft_p99_ms=1500
@@ -382,7 +393,8 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         request: pb.ListModelsRequest,
         context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
     ) -> pb.ListModelsResponse:
-        model = pb.Model(id="fake", max_model_len=2048, workers=1, adapters=self.adapters)
+        model = pb.Model(adapters=self.adapters)
+        model.MergeFrom(MODEL)
         return pb.ListModelsResponse(models=[model])
 
 

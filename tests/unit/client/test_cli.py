@@ -124,6 +124,8 @@ def test_status_shows_workers_queues_and_outcomes(threaded: ThreadedScheduler, c
         "pressure  fake: backlog 62%, wait 40%, blocks 0%, missed deadlines 3%; "
         "first token expected after 900 ms\n"
     ) in shown
+    assert "limits    32 sequences (set): w0\n" in shown
+    assert "defaults  fake: temperature 0.2\nnames     fake: also other\n" in shown
     assert ["support", "fake", "12", "w0"] in [line.split() for line in shown.splitlines()]
     assert ["fake", "interactive", "4", "400", "250", "ms"] in [line.split() for line in shown.splitlines()]
 
@@ -135,6 +137,7 @@ def test_status_json_and_watch_print_each_status(threaded: ThreadedScheduler, ca
     assert len(documents) == 3
     assert len(json.loads(documents[0])["history"]) == 125
     assert json.loads(documents[0])["workers"][0]["pool"]["active"] == 10
+    assert json.loads(documents[0])["models"][0]["generation_defaults"] == {"temperature": 0.2, "top_k": 0}
 
 
 @pytest.mark.parametrize(

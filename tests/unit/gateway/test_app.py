@@ -38,9 +38,22 @@ async def test_key_that_cannot_be_passed_on_is_401_and_not_repeated(
     assert key not in answer.text
 
 
-async def test_models_list_adapters_after_their_model(http: httpx.AsyncClient) -> None:
+async def test_models_list_other_names_and_adapters_after_their_model(http: httpx.AsyncClient) -> None:
     served = (await http.get("/v1/models")).json()["data"]
 
-    assert [(one["id"], one["parent"]) for one in served] == [("fake", None), ("fake-sql", "fake")]
-    assert (await http.get("/v1/models/fake-sql")).json() == served[1]
+    assert [(one["id"], one["root"], one["parent"]) for one in served] == [
+        ("fake", "fake", None),
+        ("other", "fake", None),
+        ("fake-sql", "fake-sql", "fake"),
+    ]
+    assert (await http.get("/v1/models/fake-sql")).json() == served[2]
     assert (await http.get("/v1/models/none")).status_code == 404
+
+
+async def test_models_tell_the_sampling_that_comes_with_them_as_it_was_written(
+    http: httpx.AsyncClient,
+) -> None:
+    assert (await http.get("/v1/models/fake")).json()["generation_defaults"] == {
+        "temperature": 0.2,
+        "top_k": 0,
+    }

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
+from octavo.cli import services
 from octavo.service.settings import SettingsError
 
 from worker_svc.config import WorkerSettings
@@ -18,7 +20,7 @@ def test_settings_flag_beats_environment_beats_file_beats_default(
     settings = WorkerSettings.load({"config_file": str(file), "num_blocks": "16"})
     kv, batch = settings.kv, settings.batch
     found = (kv.num_blocks, kv.block_size, batch.max_num_seqs, batch.max_num_batched_tokens)
-    assert found == (16, 8, 4, 512)
+    assert found == (16, 8, 4, None)
 
 
 def test_settings_bind_to_loopback_and_run_no_foreign_code_by_default() -> None:
@@ -40,9 +42,30 @@ def test_settings_vllm_args_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert WorkerSettings.load({"runner": "vllm"}).vllm.vllm_args == {"seed": 2}
 
 
+def test_settings_names_of_a_model_are_a_list_in_a_file_and_have_commas_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "octavo.toml"
+    file.write_text('[worker.backend]\nserved_model_name = ["chat", "gpt-4"]\n')
+    assert WorkerSettings.load({"config_file": str(file)}).backend.served_model_name == ("chat", "gpt-4")
+    monkeypatch.setenv("OCTAVO_WORKER_SERVED_MODEL_NAME", "a, b")
+    assert WorkerSettings.load({}).backend.served_model_name == ("a", "b")
+
+
+@pytest.mark.parametrize("given", [["--served-model-name", "a", "b"], ["--served-model-name=a,b"]])
+def test_settings_names_of_a_model_are_one_flag(given: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    services.configure(parser, "worker")
+    found = vars(parser.parse_args([*given, "--runner", "sim"]))
+
+    flags = {name.removeprefix("setting:"): value for name, value in found.items()}
+    assert WorkerSettings.load(flags).backend.served_model_name == ("a", "b")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ({"served_model_name": "a,b,a"}, "served_model_name: names a model twice"),
         ({"blok_size": 1}, "blok_size: no such setting"),
         ({"block_size": 0}, "block_size: "),
         ({"runner": "jax"}, "runner: "),

@@ -41,6 +41,19 @@ def choose_compute(device: str, dtype: str) -> Compute:
     return Compute(where, weights, weights)
 
 
+def gpu_properties(device: str) -> tuple[str, int] | None:
+    """Return name and bytes of memory of the GPU that `device` stands for, or None where that is the CPU.
+
+    Raises:
+        ModelLoadError: this machine has no such device.
+    """
+    where = _device(device)
+    if where.type == "cpu":
+        return None
+    properties = torch.cuda.get_device_properties(where)
+    return properties.name, properties.total_memory
+
+
 def has_float16_linear() -> bool:
     """Return whether FBGEMM multiplies float32 activations by float16 weights on this CPU."""
     engines = torch.backends.quantized.supported_engines

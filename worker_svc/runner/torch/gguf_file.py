@@ -54,7 +54,7 @@ def open_gguf(path: Path) -> Checkpoint:
     return Checkpoint(
         source=str(path),
         config=_config(file.metadata, family, str(path), tied="lm_head.weight" not in gguf_names),
-        text=gguf_text(file.metadata, str(path)),
+        text=gguf_text(file.metadata, path),
         names=frozenset(gguf_names),
         read=read,
         rope_pairs_adjacent=family.gguf_pairs_adjacent,

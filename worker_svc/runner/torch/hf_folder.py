@@ -10,7 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from worker_svc.errors import ModelLoadError
-from worker_svc.models.text import folder_text, read_json
+from worker_svc.models.files import read_json
+from worker_svc.models.text import folder_text
 from worker_svc.runner.torch.checkpoint import Checkpoint
 from worker_svc.runner.torch.config import Llama3Rope, ModelConfig, check_config
 from worker_svc.runner.torch.families.registry import FAMILIES

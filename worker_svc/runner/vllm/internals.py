@@ -373,6 +373,13 @@ def platform_is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def gpu_properties() -> tuple[str, int] | None:
+    """Return name and bytes of memory of a GPU, or None on a CPU."""
+    if platform_is_cpu():
+        return None
+    return current_platform.get_device_name(), current_platform.get_device_total_memory()
+
+
 def make_sampling(kwargs: Mapping[str, Any]) -> VllmSamplingParams:
     """Return vLLM's sampling parameters. Raises ValueError for values that it does not take."""
     return VllmSamplingParams(**kwargs)

@@ -4,6 +4,7 @@ import pytest
 from octavo.protocol.steps import Geometry, PoolReport
 
 from worker_svc.api.session import KEYS_PER_MESSAGE_BYTES, Cache, Terms, welcomes
+from worker_svc.engine.limits import Limit, Limits
 
 TERMS = Terms(
     worker_id="w",
@@ -11,8 +12,7 @@ TERMS = Terms(
     geometry=Geometry(block_size=16, num_blocks=10**6),
     max_model_len=1024,
     vocab_size=100,
-    max_num_seqs=8,
-    max_num_batched_tokens=512,
+    limits=Limits(Limit(8), Limit(512)),
 )
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 import pytest
 from octavo.protocol.steps import Geometry, Plan, PoolReport, Report, StepStatus
 
+from worker_svc.engine.limits import Limit, Limits
 from worker_svc.engine.loop import EngineLoop, Loaded, StepEngine
 from worker_svc.kv.memory import PinOutcome
 from worker_svc.runner.sim import built_in_model
@@ -65,7 +66,7 @@ class HeldEngine(StepEngine):
 
 
 def loaded(engine: StepEngine) -> Loaded:
-    return Loaded(engine, built_in_model(), Geometry(16, 1), 16)
+    return Loaded(engine, built_in_model(), Geometry(16, 1), 16, Limits(Limit(1), Limit(16)))
 
 
 @pytest.fixture

@@ -17,7 +17,9 @@ INFO = replace(built_in_model(), kv_bytes_per_token=MIB // 16, max_model_len=102
 
 
 def sized(available_mib: float = 1000, info: LoadedModel = INFO, **flags: Any) -> Sizing:
-    return size(WorkerSettings.load(flags), info, lambda share: int(available_mib * share * MIB))
+    settings = WorkerSettings.load(flags)
+    seqs = settings.batch.max_num_seqs or 32
+    return size(settings, info, seqs, lambda share: int(available_mib * share * MIB))
 
 
 def test_size_takes_the_stated_share_of_memory() -> None:

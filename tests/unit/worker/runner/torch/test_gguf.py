@@ -180,7 +180,7 @@ def test_missing_weight_is_named(tmp_path: Path) -> None:
 
 
 def tokenizer_of(**metadata: Any) -> Tokenizer:
-    text = gguf_text(tokenizer_metadata() | metadata, "here")
+    text = gguf_text(tokenizer_metadata() | metadata, Path("here"))
     return Tokenizer.from_str(text.tokenizer_files["tokenizer.json"].decode())
 
 
@@ -195,7 +195,7 @@ def test_tokenizer_applies_merges_and_keeps_special_tokens_whole() -> None:
 
 
 def test_end_tokens_are_those_named_and_those_that_end_a_turn() -> None:
-    text = gguf_text(tokenizer_metadata() | {"tokenizer.ggml.eot_token_id": 0}, "here")
+    text = gguf_text(tokenizer_metadata() | {"tokenizer.ggml.eot_token_id": 0}, Path("here"))
 
     assert text.eos_token_ids == (2, 0, 3)
     assert text.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
@@ -206,8 +206,8 @@ def test_beginning_of_sequence_is_added_when_the_file_says_so() -> None:
 
     assert tokenizer_of(**with_bos).encode("he").tokens == ["<s>", "he"]
     assert tokenizer_of(**with_bos).encode("he", add_special_tokens=False).tokens == ["he"]
-    assert gguf_text(tokenizer_metadata() | with_bos, "here").add_bos_token
-    assert not gguf_text(tokenizer_metadata(), "here").add_bos_token
+    assert gguf_text(tokenizer_metadata() | with_bos, Path("here")).add_bos_token
+    assert not gguf_text(tokenizer_metadata(), Path("here")).add_bos_token
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_beginning_of_sequence_is_added_by_default_where_the_pre_tokenizer_is_of
 ) -> None:
     metadata = {"tokenizer.ggml.pre": name, **said}
 
-    assert gguf_text(tokenizer_metadata() | metadata, "here").add_bos_token is expected
+    assert gguf_text(tokenizer_metadata() | metadata, Path("here")).add_bos_token is expected
     assert (tokenizer_of(**metadata).encode("he").tokens == ["<s>", "he"]) is expected
 
 
