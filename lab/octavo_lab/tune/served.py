@@ -13,8 +13,8 @@ from octavo.stack import Stack, StackConfig, StackError
 from octavo_lab.command import BenchError
 from octavo_lab.load.arrivals import Poisson
 from octavo_lab.load.generator import RunLimits, Traffic, generate
-from octavo_lab.load.records import Outcome, RunRecord, TargetRecord
-from octavo_lab.load.target import Answer, LoadTarget, PlannedRequest, Sink
+from octavo_lab.load.records import Answer, Outcome, RunRecord, TargetRecord
+from octavo_lab.load.target import LoadTarget, PlannedRequest, Sink
 from octavo_lab.load.targets.octavo import OctavoTarget
 from octavo_lab.tune.asked import Asking
 from octavo_lab.tune.search import Settings, Trial

@@ -14,8 +14,8 @@ from octavo.errors import UnavailableError
 from octavo_lab.command import BenchError
 from octavo_lab.load.arrivals import Closed
 from octavo_lab.load.generator import Traffic, generate
-from octavo_lab.load.records import Outcome
-from octavo_lab.load.target import Answer, PlannedRequest
+from octavo_lab.load.records import Answer, Outcome
+from octavo_lab.load.target import PlannedRequest
 from octavo_lab.load.targets.octavo import OctavoTarget
 from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
 from octavo_lab.load.targets.sse import StreamReader

@@ -14,8 +14,8 @@ from octavo.errors import AccessDeniedError, InvalidRequestError, OctavoError
 from octavo.types import GenerateResult, Messages, Prompt
 
 from octavo_lab.command import BenchError
-from octavo_lab.load.records import Outcome, TargetRecord
-from octavo_lab.load.target import Answer, PlannedRequest, Sink
+from octavo_lab.load.records import Answer, Outcome, TargetRecord
+from octavo_lab.load.target import PlannedRequest, Sink
 from octavo_lab.load.targets import outcomes
 
 

@@ -12,8 +12,8 @@ from typing import Any, Final, Literal, Self
 import aiohttp
 
 from octavo_lab.command import BenchError
-from octavo_lab.load.records import Outcome, TargetRecord
-from octavo_lab.load.target import Answer, PlannedRequest, Sink
+from octavo_lab.load.records import Answer, Outcome, TargetRecord
+from octavo_lab.load.target import PlannedRequest, Sink
 from octavo_lab.load.targets import outcomes
 from octavo_lab.load.targets.sse import StreamReader
 

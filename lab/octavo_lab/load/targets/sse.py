@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from octavo_lab.load.records import Outcome
-from octavo_lab.load.target import Answer, Sink
+from octavo_lab.load.records import Answer, Outcome
+from octavo_lab.load.target import Sink
 from octavo_lab.load.targets import outcomes
 
 
