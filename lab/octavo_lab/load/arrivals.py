@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -92,9 +92,7 @@ class Bursty:
         _positive("the length of a burst", self.burst_s)
         _positive("the calm", self.calm_s)
         if not self.ratio >= 1:
-            raise BenchError(
-                f"in a burst requests come at least as fast as else, got a ratio of {self.ratio}"
-            )
+            raise BenchError(f"bursts are not slower than what is between, got a ratio of {self.ratio}")
 
     def __str__(self) -> str:
         return (
@@ -112,14 +110,15 @@ class Bursty:
     def times(self, seed: int) -> Iterator[float]:
         """Yield the times; see `Arrivals`. The first state is drawn as often as it is on the whole."""
         rng = random.Random(seed)
-        in_burst = rng.random() < self.burst_s / (self.burst_s + self.calm_s)
-        began = 0.0
-        while True:
-            length = rng.expovariate(1 / (self.burst_s if in_burst else self.calm_s))
-            # What is left of an exponential gap is exponential again: each state may begin anew.
-            yield from _poisson_within(self.rates_per_s[not in_burst], began, began + length, rng)
-            began += length
-            in_burst = not in_burst
+
+        def states() -> Iterator[tuple[float, float]]:
+            in_burst = rng.random() < self.burst_s / (self.burst_s + self.calm_s)
+            while True:
+                length_s = rng.expovariate(1 / (self.burst_s if in_burst else self.calm_s))
+                yield length_s, self.rates_per_s[not in_burst]
+                in_burst = not in_burst
+
+        return _poisson_by_parts(states(), rng)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +158,8 @@ class Phases:
 
     def times(self, seed: int) -> Iterator[float]:
         """Yield the times; see `Arrivals`."""
-        rng, began = random.Random(seed), 0.0
-        for phase in self.phases:
-            ends = began + phase.duration_s
-            yield from _poisson_within(phase.rate_per_s, began, ends, rng)
-            began = ends
+        parts = ((phase.duration_s, phase.rate_per_s) for phase in self.phases)
+        return _poisson_by_parts(parts, random.Random(seed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,16 +211,16 @@ class Closed:
 
 
 Process = Arrivals | Closed
-"""Either kind of loop."""
 
 
-def _poisson_within(rate_per_s: float, began: float, ends: float, rng: random.Random) -> Iterator[float]:
-    if rate_per_s <= 0:
-        return
-    at = began + rng.expovariate(rate_per_s)
-    while at < ends:
-        yield at
-        at += rng.expovariate(rate_per_s)
+def _poisson_by_parts(parts: Iterable[tuple[float, float]], rng: random.Random) -> Iterator[float]:
+    """Yield the times of Poisson processes that follow each other, each given by its length and rate."""
+    ends = 0.0
+    for length_s, rate_per_s in parts:
+        # What is left of an exponential gap is exponential again: each part may begin anew.
+        at, ends = ends, ends + length_s
+        while rate_per_s > 0 and (at := at + rng.expovariate(rate_per_s)) < ends:
+            yield at
 
 
 def _positive(what: str, value: float) -> None:

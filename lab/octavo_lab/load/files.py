@@ -21,15 +21,11 @@ def write(run: RunRecord, slo: Slo, path: Path, environment: Mapping[str, Any] |
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"environment": dict(environment or {}), **as_json(run, slo)}
+        figures = asdict(summarize(run, slo))
+        record = {"environment": dict(environment or {}), "summary": figures, "run": to_json(run)}
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise BenchError(f"{path}: {error.strerror}") from error
-
-
-def as_json(run: RunRecord, slo: Slo) -> dict[str, Any]:
-    """Return figures and record."""
-    return {"summary": asdict(summarize(run, slo)), "run": to_json(run)}
 
 
 def read(path: Path) -> RunRecord:
