@@ -55,16 +55,15 @@ def quantile(values: Sequence[float], at: float, independent: int | None = None)
     """
     if (len(values) if independent is None else independent) < needed(at):
         return None
-    return float(np.quantile(np.asarray(values, dtype=np.float64), at))
+    return float(np.quantile(values, at))
 
 
 def distribution(values: Sequence[float], independent: int | None = None) -> Distribution:
     """Return a sample in figures; `independent` as in `quantile`."""
     if not values:
         return Distribution(0)
-    sample = np.asarray(values, dtype=np.float64)
     p50, p90, p99 = (quantile(values, at, independent) for at in (0.5, 0.9, 0.99))
-    return Distribution(len(values), float(sample.mean()), p50, p90, p99, float(sample.max()))
+    return Distribution(len(values), float(np.mean(values)), p50, p90, p99, max(values))
 
 
 def quantile_interval(values: Sequence[float], at: float, confidence: float = CONFIDENCE) -> Interval | None:
@@ -76,13 +75,9 @@ def quantile_interval(values: Sequence[float], at: float, confidence: float = CO
     estimate = quantile(values, at)
     if estimate is None:
         return None
-    ordered, count = sorted(values), len(values)
-    tail = (1 - confidence) / 2
-    below = int(stats.binom.ppf(tail, count, at))
-    above = int(stats.binom.ppf(1 - tail, count, at)) + 1
-    # Ranks count from 1. One that the sample does not have is no bound.
-    low = ordered[below - 1] if below >= 1 else None
-    high = ordered[above - 1] if above <= count else None
+    found = stats.quantile_test(values, p=at).confidence_interval(confidence)
+    # A rank that the sample does not have is no bound.
+    low, high = (None if math.isnan(bound) else float(bound) for bound in (found.low, found.high))
     return Interval(estimate, low, high)
 
 
@@ -94,12 +89,10 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> In
     """
     if not values:
         raise ValueError("no values to average")
-    sample = np.asarray(values, dtype=np.float64)
-    mean = float(sample.mean())
+    mean = float(np.mean(values))
     if len(values) < 2:
         return Interval(mean, None, None)
-    error = float(sample.std(ddof=1)) / math.sqrt(len(values))
-    half = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1)) * error
+    half = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1) * stats.sem(values))
     return Interval(mean, mean - half, mean + half)
 
 
@@ -135,17 +128,17 @@ def quantile_ratio_interval(
         return None
     rng = np.random.default_rng(seed)
     ours, theirs = (_resampled_quantiles(clusters, at, rng) for clusters in (over, under))
-    plain = [float(np.quantile(np.concatenate([*map(np.asarray, one)]), at)) for one in (over, under)]
+    above, below = (np.quantile(np.concatenate(clusters), at) for clusters in (over, under))
     tail = (1 - confidence) / 2
     low, high = np.quantile(ours / theirs, [tail, 1 - tail])
-    return Interval(plain[0] / plain[1], float(low), float(high))
+    return Interval(float(above / below), float(low), float(high))
 
 
 def _resampled_quantiles(
     clusters: Sequence[Sequence[float]], at: float, rng: np.random.Generator
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Return the quantile of each bootstrap sample, found by how often each cluster is drawn."""
-    values = np.concatenate([np.asarray(cluster, dtype=np.float64) for cluster in clusters])
+    values = np.concatenate(clusters)
     owners = np.repeat(np.arange(len(clusters)), [len(cluster) for cluster in clusters])
     order = np.argsort(values)
     values, owners = values[order], owners[order]

@@ -35,8 +35,8 @@ TRAFFIC_FLAGS: Final[tuple[Flag, ...]] = (
     ("--seed", int, 1, "SEED", "of traffic and prompts"),
 )
 _DATASETS: Final = (
-    "azure-conv, azure-code, mooncake (public traces), lognormal, fixed, or a file: JSON lines with prompt or "
-    "messages, or ShareGPT"
+    "azure-conv, azure-code, mooncake (public traces), lognormal, fixed, or a file: JSON lines with "
+    "prompt or messages, or ShareGPT"
 )
 DATASET_FLAGS: Final[tuple[Flag, ...]] = (
     ("--dataset", str, "lognormal", "NAME|FILE", _DATASETS),

@@ -55,7 +55,7 @@ async def traffic_for(arguments: argparse.Namespace, entered: OctavoTarget | Ope
     """Return what to send to a target, and when; its model says what fits, and how text is split."""
     record = entered.record
     if arguments.tokenizer is not None:
-        tokenizer: tokenizers.Tokenizer = tokenizers.FileTokenizer.named(arguments.tokenizer)
+        tokenizer: tokenizers.Tokenizer = tokenizers.FileTokenizer(arguments.tokenizer)
     elif isinstance(entered, OctavoTarget):
         tokenizer = tokenizers.ServiceTokenizer(entered.client, record.model)
     else:
