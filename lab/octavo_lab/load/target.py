@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from octavo_lab.load.records import Answer, TargetRecord
-
-Turn = Mapping[str, str]
-"""One message of a conversation: `role` and `content`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One request to send. `prompt` is text, token ids, or the messages of a conversation."""
+    """One request to send."""
 
-    prompt: str | Sequence[int] | Sequence[Turn]
+    prompt: str | Sequence[int] | Sequence[Mapping[str, str]]
+    """Text, token ids, or the messages of a conversation, each with `role` and `content`."""
     prompt_tokens: int
     output_tokens: int
     kind: str = ""
     """Class of traffic or length bucket, for the record."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further options, by the names of `octavo.types.GenerateOptions`: priority, deadline, may_trim..."""
+
+    @property
+    def form(self) -> Literal["text", "tokens", "messages"]:
+        """What the prompt is."""
+        if not self.prompt or isinstance(self.prompt, str):
+            return "text"
+        return "tokens" if isinstance(self.prompt[0], int) else "messages"
 
 
 class Sink(Protocol):

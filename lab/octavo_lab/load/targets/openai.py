@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 import aiohttp
@@ -17,7 +16,6 @@ from octavo_lab.load.target import PlannedRequest, Sink
 from octavo_lab.load.targets import outcomes
 from octavo_lab.load.targets.sse import StreamReader
 
-Api = Literal["completions", "chat"]
 _CHECK_TIMEOUT_S: Final = 10.0
 # Terms of service by the names of the SDK, and the headers that Octavo's gateway has for them.
 _SECONDS: Final = {
@@ -39,7 +37,7 @@ class OpenAiConfig:
 
     base_url: str
     """With or without `/v1`."""
-    api: Api = "completions"
+    api: Literal["completions", "chat"] = "completions"
     model: str = ""
     """Empty: the only one that the server lists."""
     api_key: str = ""
@@ -57,22 +55,17 @@ class OpenAiTarget:
 
     def __init__(self, config: OpenAiConfig) -> None:
         self._config = config
+        self._chat = config.api == "chat"
         self._base = config.base_url.rstrip("/").removesuffix("/v1")
         self._model = config.model
         self._session: aiohttp.ClientSession | None = None
         self._details: dict[str, Any] = {}
-        path = "chat/completions" if config.api == "chat" else "completions"
-        self._url = f"{self._base}/v1/{path}"
 
     @property
     def record(self) -> TargetRecord:
         """What is driven."""
-        return TargetRecord(
-            kind=f"openai-{self._config.api}",
-            address=self._base,
-            model=self._model,
-            details=self._details,
-        )
+        kind = f"openai-{self._config.api}"
+        return TargetRecord(kind=kind, address=self._base, model=self._model, details=self._details)
 
     async def __aenter__(self) -> Self:
         """Open a session, and see what is served.
@@ -80,30 +73,33 @@ class OpenAiTarget:
         Raises:
             BenchError: there is no such server, or it does not say which model to use.
         """
-        headers = {"Authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else {}
+        config = self._config
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
             timeout=aiohttp.ClientTimeout(total=None, sock_read=None),
-            headers=headers,
+            headers={"Authorization": f"Bearer {config.api_key}"} if config.api_key else {},
         )
         try:
             models = await self._models(self._session)
+            if not self._model and len(models) == 1:
+                self._model = str(models[0]["id"])
+            if not self._model:
+                raise BenchError(f"name the model to drive: {self._base} lists {len(models)}")
         except BaseException:
             await self._session.close()
             raise
-        if not self._model and len(models) == 1:
-            self._model = str(models[0]["id"])
-        if not self._model:
-            await self._session.close()
-            raise BenchError(f"name the model to drive: {self._base} lists {len(models)}")
         listed = next((model for model in models if model.get("id") == self._model), {})
         self._details = {
             "max_model_len": listed.get("max_model_len"),
             "owned_by": listed.get("owned_by"),
-            "ignore_eos": self._config.ignore_eos,
-            "options": {name: value for name, value in self._config.options.items() if name != "api_key"},
+            "ignore_eos": config.ignore_eos,
+            "options": outcomes.without_key(config.options),
         }
         return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
 
     async def _models(self, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
         try:
@@ -118,34 +114,30 @@ class OpenAiTarget:
             raise BenchError(f"{self._base}/v1/models does not list models")
         return models
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._session is not None:
-            await self._session.close()
-
     def check(self, requests: Sequence[PlannedRequest]) -> None:
         """See, before the run, that messages can be made of all requests.
 
         Raises:
             BenchError: the value of an option is none, or a prompt is not of a kind that the API takes.
         """
-        for one in requests:
-            try:
+        try:
+            for one in requests:
                 self._message(one)
-            except (TypeError, ValueError) as error:
-                raise BenchError(f"an option has a wrong value: {error}") from error
+        except (TypeError, ValueError) as error:
+            raise BenchError(f"an option has a wrong value: {error}") from error
 
     async def ask(self, request: PlannedRequest, sink: Sink) -> Answer:
-        """Send a request and follow it; see `Target`."""
+        """Send a request and follow it; see `LoadTarget`."""
         assert self._session is not None, "enter the target first"
         body, headers = self._message(request)
-        reader = StreamReader(sink, chat=self._config.api == "chat")
+        url = f"{self._base}/v1/{'chat/completions' if self._chat else 'completions'}"
+        reader = StreamReader(sink, chat=self._chat)
         try:
-            async with self._session.post(self._url, json=body, headers=headers) as answer:
+            async with self._session.post(url, json=body, headers=headers) as answer:
                 if answer.status != 200:
-                    outcome, reason = outcomes.of_http(answer.status, await answer.text(errors="replace"))
-                    return reader.failed(outcome, reason)
+                    return reader.failed(
+                        *outcomes.of_http(answer.status, await answer.text(errors="replace"))
+                    )
                 async for data in answer.content.iter_any():
                     reader.feed(data)
         except TimeoutError:
@@ -156,21 +148,26 @@ class OpenAiTarget:
 
     def _message(self, request: PlannedRequest) -> tuple[dict[str, Any], dict[str, str]]:
         """Return body and headers."""
-        body: dict[str, Any] = {
+        if self._chat and request.form == "tokens":
+            raise BenchError("a chat takes text or messages, and the dataset has token ids")
+        if not self._chat and request.form == "messages":
+            raise BenchError(
+                "a completion takes text or token ids, and the dataset has conversations: use the chat API"
+            )
+        prompt: Any = request.prompt
+        if self._chat and request.form == "text":
+            prompt = [{"role": "user", "content": prompt}]
+        headers, fields = _terms({**self._config.options, **request.options})
+        body = {
             "model": self._model,
             "max_tokens": request.output_tokens,
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if self._config.ignore_eos else {}),
+            **fields,
+            "messages" if self._chat else "prompt": prompt,
         }
-        if self._config.ignore_eos:
-            body["ignore_eos"] = True
-        headers, fields = _terms({**self._config.options, **request.options})
-        body.update(fields)
-        if self._config.api == "chat":
-            body["messages"] = _messages(request.prompt)
-        else:
-            body["prompt"] = _completion_prompt(request.prompt)
         return body, headers
 
 
@@ -185,23 +182,6 @@ def _terms(options: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
             headers[_PLAIN[name]] = str(value)
         elif name not in _DEGRADE:
             fields[name] = value
-    allowed = [name for name in _DEGRADE if options.get(name)]
-    if allowed:
+    if allowed := [name for name in _DEGRADE if options.get(name)]:
         headers["x-octavo-degrade"] = ",".join(allowed)
     return headers, fields
-
-
-def _messages(prompt: str | Sequence[Any]) -> list[Any]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if prompt and isinstance(prompt[0], int):
-        raise BenchError("a chat takes text or messages, and the dataset has token ids")
-    return list(prompt)
-
-
-def _completion_prompt(prompt: str | Sequence[Any]) -> str | list[Any]:
-    if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-        raise BenchError(
-            "a completion takes text or token ids, and the dataset has conversations: use the chat API"
-        )
-    return prompt if isinstance(prompt, str) else list(prompt)

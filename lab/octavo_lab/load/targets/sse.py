@@ -16,7 +16,7 @@ class StreamReader:
 
     def __init__(self, sink: Sink, *, chat: bool) -> None:
         self._sink = sink
-        self._has_output = _chat_output if chat else _completion_output
+        self._chat = chat
         self._rest = b""
         self._chunks = 0
         self._usage: Mapping[str, Any] = {}
@@ -42,7 +42,7 @@ class StreamReader:
                 self._error = outcomes.of_http(None, json.dumps(event))
                 return
             choices = event.get("choices")
-            if choices and self._has_output(choices[0]):
+            if choices and _has_output(choices[0], self._chat):
                 self._chunks += 1
                 self._sink.chunk()
             self._usage = event.get("usage") or self._usage
@@ -55,12 +55,10 @@ class StreamReader:
             return self.failed(*self._error)
         if not self._done:
             return self.failed(Outcome.ERROR, "STREAM_CUT")
-        usage = self._usage
-        details = usage.get("prompt_tokens_details") or {}
         return Answer(
-            prompt_tokens=usage.get("prompt_tokens"),
-            output_tokens=usage.get("completion_tokens"),
-            cached_tokens=details.get("cached_tokens"),
+            prompt_tokens=self._usage.get("prompt_tokens"),
+            output_tokens=self._usage.get("completion_tokens"),
+            cached_tokens=(self._usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
         )
 
     def failed(self, outcome: Outcome, reason: str) -> Answer:
@@ -68,11 +66,8 @@ class StreamReader:
         return Answer(outcome=outcome, reason=reason, output_tokens=self._chunks)
 
 
-def _completion_output(choice: Mapping[str, Any]) -> bool:
+def _has_output(choice: Mapping[str, Any], chat: bool) -> bool:
+    if chat:
+        return any(value for name, value in (choice.get("delta") or {}).items() if name != "role")
     # A token may have no text of its own. An event that only says how a request ended has no token.
     return bool(choice.get("text")) or choice.get("finish_reason") is None
-
-
-def _chat_output(choice: Mapping[str, Any]) -> bool:
-    delta = choice.get("delta") or {}
-    return any(value for name, value in delta.items() if name != "role")
