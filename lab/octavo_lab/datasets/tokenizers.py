@@ -13,9 +13,7 @@ from octavo.errors import OctavoError
 
 from octavo_lab.command import BenchError
 
-DEMO: Final = "demo"
 _AT_ONCE: Final = 16
-_TIMEOUT_S: Final = 30.0
 
 
 class Tokenizer(Protocol):
@@ -71,7 +69,7 @@ class FileTokenizer:
         path = Path(name).expanduser()
         path = path / "tokenizer.json" if path.is_dir() else path
         try:
-            content = _demo_tokenizer() if name == DEMO else path.read_bytes()
+            content = _demo_tokenizer() if name == "demo" else path.read_bytes()
         except OSError as error:
             raise BenchError(f"{path}: {error.strerror}") from error
         try:
@@ -90,41 +88,5 @@ def _demo_tokenizer() -> bytes:
     from worker_svc.models.resolve import resolve  # noqa: PLC0415
     from worker_svc.runner.torch.gguf_file import open_gguf  # noqa: PLC0415
 
-    model = resolve(DEMO, lambda what, fraction: None)
+    model = resolve("demo", lambda what, fraction: None)
     return open_gguf(model.path).text.tokenizer_files["tokenizer.json"]
-
-
-@dataclass(frozen=True, slots=True)
-class HttpTokenizer:
-    """The tokenizer of a server that has /tokenize, as `vllm serve` and Octavo's gateway do."""
-
-    base_url: str
-    model: str
-    api_key: str = ""
-
-    async def pieces(self, text: str) -> list[str]:
-        """Split; see `Tokenizer`."""
-        import aiohttp  # noqa: PLC0415 # of the extra `bench`
-
-        url = f"{self.base_url.rstrip('/').removesuffix('/v1')}/tokenize"
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        body = {"model": self.model, "prompt": text, "add_special_tokens": False, "return_token_strs": True}
-        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        try:
-            async with (
-                aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
-                session.post(url, json=body) as answer,
-            ):
-                answer.raise_for_status()
-                strings = (await answer.json(content_type=None))["token_strs"]
-                return [str(string).translate(_WRITTEN) for string in strings]
-        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-            raise BenchError(
-                f"{url} does not say how text is split ({error or 'no answer'}): "
-                "name the model's tokenizer.json with --tokenizer"
-            ) from error
-
-
-_WRITTEN: Final = str.maketrans({"\u0120": " ", "\u010a": "\n", "\u2581": " "})
-"""How the vocabularies of byte-level BPE and SentencePiece write blanks and newlines down. All else in the
-corpus is ASCII, which they write as it is."""

@@ -34,8 +34,7 @@ class Gamma:
     cv: float
 
     def __post_init__(self) -> None:
-        _positive("the rate", self.rate_per_s)
-        _positive("the coefficient of variation", self.cv)
+        _positive(rate=self.rate_per_s, variation=self.cv)
 
     def __str__(self) -> str:
         return f"gamma, {self.rate_per_s:g} per second, coefficient of variation {self.cv:g}"
@@ -62,7 +61,7 @@ class Even:
     rate_per_s: float
 
     def __post_init__(self) -> None:
-        _positive("the rate", self.rate_per_s)
+        _positive(rate=self.rate_per_s)
 
     def __str__(self) -> str:
         return f"even, {self.rate_per_s:g} per second"
@@ -88,9 +87,7 @@ class Bursty:
     calm_s: float = 8.0
 
     def __post_init__(self) -> None:
-        _positive("the rate", self.rate_per_s)
-        _positive("the length of a burst", self.burst_s)
-        _positive("the calm", self.calm_s)
+        _positive(rate=self.rate_per_s, burst=self.burst_s, calm=self.calm_s)
         if not self.ratio >= 1:
             raise BenchError(f"bursts are not slower than what is between, got a ratio of {self.ratio}")
 
@@ -137,7 +134,7 @@ class Phases:
 
     def __post_init__(self) -> None:
         for phase in self.phases:
-            _positive("the length of a phase", phase.duration_s)
+            _positive(phase=phase.duration_s)
             if not phase.rate_per_s >= 0:
                 raise BenchError(f"a rate must not be negative, got {phase.rate_per_s}")
 
@@ -183,7 +180,7 @@ class Replay:
 
     def at_rate(self, rate_per_s: float) -> Replay:
         """Return the same times compressed or stretched to an average rate."""
-        _positive("the rate", rate_per_s)
+        _positive(rate=rate_per_s)
         factor = self.rate_per_s / rate_per_s
         return Replay(tuple(at * factor for at in self.at_s), f"{self.what}, {1 / factor:g} times as fast")
 
@@ -203,8 +200,7 @@ class Closed:
     concurrency: int
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise BenchError(f"the concurrency must be at least 1, got {self.concurrency}")
+        _positive(concurrency=self.concurrency)
 
     def __str__(self) -> str:
         return f"closed loop, {self.concurrency} under way at a time"
@@ -223,6 +219,7 @@ def _poisson_by_parts(parts: Iterable[tuple[float, float]], rng: random.Random) 
             yield at
 
 
-def _positive(what: str, value: float) -> None:
-    if not value > 0:
-        raise BenchError(f"{what} must be positive, got {value:g}")
+def _positive(**values: float) -> None:
+    for what, value in values.items():
+        if not value > 0:
+            raise BenchError(f"the {what} must be positive, got {value:g}")

@@ -188,10 +188,10 @@ class _Run:
                 break
             if (planned := next(requests, None)) is None:
                 return False
-            await self._until(at_s)
+            await asyncio.sleep(at_s - self._elapsed_s())
             self._spawn(group, self._one(*planned, at_s))
         if end_s is not None:
-            await self._until(end_s)
+            await asyncio.sleep(end_s - self._elapsed_s())
         return True
 
     async def _slot(self, source: Iterator[tuple[int, PlannedRequest]]) -> bool:
@@ -234,11 +234,6 @@ class _Run:
 
     def _elapsed_s(self) -> float:
         return self._now() - self._began
-
-    async def _until(self, at_s: float) -> None:
-        delay_s = at_s - self._elapsed_s()
-        if delay_s > 0:
-            await asyncio.sleep(delay_s)
 
     # -- telling
 

@@ -19,6 +19,7 @@ MIN_BEYOND: Final = 5
 """Observations on the rarer side of a quantile without which it is not estimated."""
 CONFIDENCE: Final = 0.95
 NUM_RESAMPLES: Final = 1000
+Indices = np.ndarray[tuple[int], np.dtype[np.intp]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def distribution(values: Sequence[float], independent: int | None = None) -> Dis
     return Distribution(len(values), float(np.mean(values)), p50, p90, p99, max(values))
 
 
-def quantile_interval(values: Sequence[float], at: float, confidence: float = CONFIDENCE) -> Interval | None:
+def quantile_interval(values: Sequence[float], at: float) -> Interval | None:
     """Return a quantile of independent observations with its interval; None when there are too few.
 
     The bounds are order statistics whose ranks come from the binomial distribution, so that nothing
@@ -75,13 +76,13 @@ def quantile_interval(values: Sequence[float], at: float, confidence: float = CO
     estimate = quantile(values, at)
     if estimate is None:
         return None
-    found = stats.quantile_test(values, p=at).confidence_interval(confidence)
+    found = stats.quantile_test(values, p=at).confidence_interval(CONFIDENCE)
     # A rank that the sample does not have is no bound.
     low, high = (None if math.isnan(bound) else float(bound) for bound in (found.low, found.high))
     return Interval(estimate, low, high)
 
 
-def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
     """Return the mean of repeats with its interval by Student's t; no bounds for fewer than two.
 
     Raises:
@@ -92,11 +93,11 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> In
     mean = float(np.mean(values))
     if len(values) < 2:
         return Interval(mean, None, None)
-    half = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1) * stats.sem(values))
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stats.sem(values))
     return Interval(mean, mean - half, mean + half)
 
 
-def ratio_interval(over: Sequence[float], under: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def ratio_interval(over: Sequence[float], under: Sequence[float]) -> Interval:
     """Return the geometric mean of paired ratios, with its interval by Student's t on their logarithms.
 
     The pairs are repeats taken side by side in time, so that a drift of the machine cancels.
@@ -106,7 +107,7 @@ def ratio_interval(over: Sequence[float], under: Sequence[float], confidence: fl
     """
     if not over or len(over) != len(under) or min(*over, *under) <= 0:
         raise ValueError("a ratio wants pairs of positive values")
-    logs = mean_interval([math.log(a / b) for a, b in zip(over, under, strict=True)], confidence)
+    logs = mean_interval([math.log(a / b) for a, b in zip(over, under, strict=True)])
     low, high = (None if bound is None else math.exp(bound) for bound in (logs.low, logs.high))
     return Interval(math.exp(logs.value), low, high)
 
@@ -117,7 +118,6 @@ def quantile_ratio_interval(
     at: float,
     *,
     seed: int = 1,
-    confidence: float = CONFIDENCE,
 ) -> Interval | None:
     """Return the ratio of one quantile of two samples, with its interval; None when there is too little.
 
@@ -126,25 +126,20 @@ def quantile_ratio_interval(
     """
     if min(len(over), len(under)) < needed(at):
         return None
-    rng = np.random.default_rng(seed)
-    ours, theirs = (_resampled_quantiles(clusters, at, rng) for clusters in (over, under))
-    above, below = (np.quantile(np.concatenate(clusters), at) for clusters in (over, under))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(ours / theirs, [tail, 1 - tail])
-    return Interval(float(above / below), float(low), float(high))
+    ours, theirs = ([np.asarray(cluster) for cluster in clusters] for clusters in (over, under))
 
+    def ratio(drawn: Indices, against: Indices) -> float:
+        above = np.quantile(np.concatenate([ours[index] for index in drawn]), at)
+        return float(above / np.quantile(np.concatenate([theirs[index] for index in against]), at))
 
-def _resampled_quantiles(
-    clusters: Sequence[Sequence[float]], at: float, rng: np.random.Generator
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return the quantile of each bootstrap sample, found by how often each cluster is drawn."""
-    values = np.concatenate(clusters)
-    owners = np.repeat(np.arange(len(clusters)), [len(cluster) for cluster in clusters])
-    order = np.argsort(values)
-    values, owners = values[order], owners[order]
-    quantiles = np.empty(NUM_RESAMPLES)
-    for index in range(NUM_RESAMPLES):
-        drawn = rng.integers(len(clusters), size=len(clusters))
-        below = np.cumsum(np.bincount(drawn, minlength=len(clusters))[owners])
-        quantiles[index] = values[np.searchsorted(below, at * below[-1])]
-    return quantiles
+    each_once = (np.arange(len(over)), np.arange(len(under)))
+    low, high = stats.bootstrap(
+        each_once,
+        ratio,
+        n_resamples=NUM_RESAMPLES,
+        vectorized=False,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        random_state=np.random.default_rng(seed),
+    ).confidence_interval
+    return Interval(ratio(*each_once), float(low), float(high))

@@ -25,10 +25,10 @@ class Slo:
 
     def met_by(self, one: RequestMeasurement) -> bool:
         """Return whether a request was answered within all bounds; what was not measured breaks none."""
-        if one.outcome is not Outcome.OK:
-            return False
         values = ((one.ttft_s, self.ttft_s), (one.tpot_s, self.tpot_s), (one.e2e_s, self.e2e_s))
-        return all(value is None or bound is None or value <= bound for value, bound in values)
+        return one.outcome is Outcome.OK and all(
+            value is None or bound is None or value <= bound for value, bound in values
+        )
 
 
 ANSWERED = Slo()

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from octavo_lab.command import BenchError
-from octavo_lab.datasets import tokenizers
 from octavo_lab.datasets.load import Dataset, DatasetConfig, load
+from octavo_lab.datasets.tokenizers import FileTokenizer, ServiceTokenizer, Tokenizer
 from octavo_lab.load.arrivals import Bursty, Closed, Even, Gamma, Poisson, Process, Replay
 from octavo_lab.load.generator import Traffic, requests_needed
 from octavo_lab.load.summary import ANSWERED, Slo
@@ -54,22 +54,19 @@ def target(arguments: argparse.Namespace) -> OctavoTarget | OpenAiTarget:
 async def traffic_for(arguments: argparse.Namespace, entered: OctavoTarget | OpenAiTarget) -> Traffic:
     """Return what to send to a target, and when; its model says what fits, and how text is split."""
     record = entered.record
+    tokenizer: Tokenizer
     if arguments.tokenizer is not None:
-        tokenizer: tokenizers.Tokenizer = tokenizers.FileTokenizer(arguments.tokenizer)
+        tokenizer = FileTokenizer(arguments.tokenizer)
     elif isinstance(entered, OctavoTarget):
-        tokenizer = tokenizers.ServiceTokenizer(entered.client, record.model)
+        tokenizer = ServiceTokenizer(entered.client, record.model)
     else:
-        tokenizer = tokenizers.HttpTokenizer(record.address, record.model, _api_key(arguments))
+        tokenizer = entered
+    plain = ("prompt_tokens", "output_tokens", "cv", "scale", "traces", "seed")
     config = DatasetConfig(
         source=arguments.dataset,
         context=arguments.context or record.details.get("max_model_len") or _DEFAULT_CONTEXT,
-        prompt_tokens=arguments.prompt_tokens,
-        output_tokens=arguments.output_tokens,
-        cv=arguments.cv,
-        scale=arguments.scale,
-        traces=arguments.traces,
         buckets=_numbers("--buckets", arguments.buckets, int) if arguments.buckets else (),
-        seed=arguments.seed,
+        **{name: getattr(arguments, name) for name in plain},
     )
     return traffic(arguments, await load(config, tokenizer))
 

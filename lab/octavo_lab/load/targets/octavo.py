@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Self, cast
 
 from octavo import AsyncClient
@@ -38,25 +40,19 @@ class OctavoTarget:
         connect_timeout_s: float = 10.0,
         api_key: str | None = None,
     ) -> None:
-        self._endpoint = endpoint
-        self._model = model
+        self.record = TargetRecord(kind="octavo", address=endpoint, model=model)
+        """What is driven; complete once it is entered."""
         self._options = {"temperature": 0.0, "ignore_eos": True, **(options or {})}
         self._clients = [
             AsyncClient(endpoint, connect_timeout=connect_timeout_s, api_key=api_key)
             for _ in range(connections)
         ]
         self._turns = itertools.cycle(self._clients)
-        self._details: dict[str, Any] = {}
 
     @property
     def client(self) -> AsyncClient:
         """A client of the service, for calls beside the traffic."""
         return self._clients[0]
-
-    @property
-    def record(self) -> TargetRecord:
-        """What is driven."""
-        return TargetRecord(kind="octavo", address=self._endpoint, model=self._model, details=self._details)
 
     async def __aenter__(self) -> Self:
         """Connect, and see what is served.
@@ -78,29 +74,28 @@ class OctavoTarget:
 
     async def _look(self) -> None:
         served = await self.client.models()
-        if not self._model and len(served) == 1:
-            self._model = served[0].id
+        name = self.record.model or (served[0].id if len(served) == 1 else "")
         # An adapter is named as a model is, and is one that its base model serves.
         models = {name: model for model in served for name in (*model.adapters, model.id)}
-        if self._model not in models:
+        if name not in models:
             there = ", ".join(models) or "none"
-            raise BenchError(f"name the model to drive: there are {there}, got {self._model!r}")
-        self._details = {
-            "max_model_len": models[self._model].max_model_len,
+            raise BenchError(f"name the model to drive: there are {there}, got {name!r}")
+        details = {
+            "max_model_len": models[name].max_model_len,
             "options": outcomes.without_key(self._options),
         }
-        try:
+        # The status is for operators; who may only generate can be measured all the same.
+        with suppress(AccessDeniedError):
             status = await self.client.status()
-        except AccessDeniedError:
-            return  # The status is for operators; who may only generate can be measured all the same.
-        workers = status.workers
-        self._details |= {
-            "version": status.version,
-            "workers": len(workers),
-            "runner": ", ".join(sorted({worker.runner for worker in workers if worker.runner})),
-            "max_num_seqs": max((worker.max_num_seqs for worker in workers), default=0),
-            "max_num_batched_tokens": max((worker.max_num_batched_tokens for worker in workers), default=0),
-        }
+            workers = status.workers
+            details |= {
+                "version": status.version,
+                "workers": len(workers),
+                "runner": ", ".join(sorted({worker.runner for worker in workers if worker.runner})),
+                "max_num_seqs": max((worker.max_num_seqs for worker in workers), default=0),
+                "max_num_batched_tokens": max((one.max_num_batched_tokens for one in workers), default=0),
+            }
+        self.record = replace(self.record, model=name, details=details)
 
     def check(self, requests: Sequence[PlannedRequest]) -> None:
         """See, before the run, that requests can be made of all options.
@@ -141,4 +136,5 @@ class OctavoTarget:
         )
 
     def _options_of(self, request: PlannedRequest) -> Any:
-        return {**self._options, "model": self._model, "max_tokens": request.output_tokens, **request.options}
+        own = {"model": self.record.model, "max_tokens": request.output_tokens}
+        return {**self._options, **own, **request.options}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Self
 
 import aiohttp
@@ -17,6 +17,10 @@ from octavo_lab.load.targets import outcomes
 from octavo_lab.load.targets.sse import StreamReader
 
 _CHECK_TIMEOUT_S: Final = 10.0
+_TOKENIZE_S: Final = 30.0
+_WRITTEN: Final = str.maketrans({"\u0120": " ", "\u010a": "\n", "\u2581": " "})
+"""How the vocabularies of byte-level BPE and SentencePiece write blanks and newlines down. All else in the
+corpus of prompts is ASCII, which they write as it is."""
 # Terms of service by the names of the SDK, and the headers that Octavo's gateway has for them.
 _SECONDS: Final = {
     "queue_timeout": "x-octavo-queue-timeout-ms",
@@ -57,15 +61,9 @@ class OpenAiTarget:
         self._config = config
         self._chat = config.api == "chat"
         self._base = config.base_url.rstrip("/").removesuffix("/v1")
-        self._model = config.model
         self._session: aiohttp.ClientSession | None = None
-        self._details: dict[str, Any] = {}
-
-    @property
-    def record(self) -> TargetRecord:
-        """What is driven."""
-        kind = f"openai-{self._config.api}"
-        return TargetRecord(kind=kind, address=self._base, model=self._model, details=self._details)
+        self.record = TargetRecord(kind=f"openai-{config.api}", address=self._base, model=config.model)
+        """What is driven; complete once it is entered."""
 
     async def __aenter__(self) -> Self:
         """Open a session, and see what is served.
@@ -81,20 +79,20 @@ class OpenAiTarget:
         )
         try:
             models = await self._models(self._session)
-            if not self._model and len(models) == 1:
-                self._model = str(models[0]["id"])
-            if not self._model:
+            name = config.model or (str(models[0]["id"]) if len(models) == 1 else "")
+            if not name:
                 raise BenchError(f"name the model to drive: {self._base} lists {len(models)}")
         except BaseException:
             await self._session.close()
             raise
-        listed = next((model for model in models if model.get("id") == self._model), {})
-        self._details = {
+        listed = next((model for model in models if model.get("id") == name), {})
+        details = {
             "max_model_len": listed.get("max_model_len"),
             "owned_by": listed.get("owned_by"),
             "ignore_eos": config.ignore_eos,
             "options": outcomes.without_key(config.options),
         }
+        self.record = replace(self.record, model=name, details=details)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -113,6 +111,22 @@ class OpenAiTarget:
         if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
             raise BenchError(f"{self._base}/v1/models does not list models")
         return models
+
+    async def pieces(self, text: str) -> list[str]:
+        """Split text with the /tokenize of the server, as vLLM and Octavo have it; see `Tokenizer`."""
+        assert self._session is not None, "enter the target first"
+        url, model = f"{self._base}/tokenize", self.record.model
+        body = {"model": model, "prompt": text, "add_special_tokens": False, "return_token_strs": True}
+        try:
+            async with asyncio.timeout(_TOKENIZE_S), self._session.post(url, json=body) as answer:
+                answer.raise_for_status()
+                strings = (await answer.json(content_type=None))["token_strs"]
+                return [str(string).translate(_WRITTEN) for string in strings]
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            raise BenchError(
+                f"{url} does not say how text is split ({error or 'no answer'}): "
+                "name the model's tokenizer.json with --tokenizer"
+            ) from error
 
     def check(self, requests: Sequence[PlannedRequest]) -> None:
         """See, before the run, that messages can be made of all requests.
@@ -159,7 +173,7 @@ class OpenAiTarget:
             prompt = [{"role": "user", "content": prompt}]
         headers, fields = _terms({**self._config.options, **request.options})
         body = {
-            "model": self._model,
+            "model": self.record.model,
             "max_tokens": request.output_tokens,
             "temperature": 0.0,
             "stream": True,
