@@ -147,6 +147,7 @@ class _Run:
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
         cpu_s = time.process_time()
         arrivals, requests, end_s = self._traffic.arrivals, self._traffic.requests, self._traffic.end_s
+        left_s = None
         async with asyncio.TaskGroup() as group:
             stopped = group.create_task(self._stop.wait())
             reporter = group.create_task(self._report(on_progress))
@@ -154,10 +155,10 @@ class _Run:
                 source = iter(enumerate(requests))
                 places = range(min(arrivals.concurrency, len(requests)))
                 senders = {self._spawn(group, self._slot(source)) for _ in places}
+                # Its window ends on time whoever answers; whoever sends on time sees to it.
+                left_s = None if end_s is None else end_s - self._elapsed_s()
             else:
                 senders = {self._spawn(group, self._send(group, arrivals))}
-            # The window of a closed loop ends on time whoever answers; whoever sends on time sees to it.
-            left_s = end_s - self._elapsed_s() if end_s is not None and isinstance(arrivals, Closed) else None
             sent, _ = await asyncio.wait(
                 {stopped, *senders}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
             )

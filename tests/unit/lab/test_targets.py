@@ -17,8 +17,7 @@ from octavo_lab.load.generator import Traffic, generate
 from octavo_lab.load.records import Answer, Outcome
 from octavo_lab.load.target import PlannedRequest
 from octavo_lab.load.targets.octavo import OctavoTarget
-from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
-from octavo_lab.load.targets.sse import StreamReader
+from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget, StreamReader
 
 from tests.unit.client.fake_scheduler import FakeOperations, FakeScheduler
 

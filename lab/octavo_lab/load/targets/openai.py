@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,6 @@ from octavo_lab.command import BenchError
 from octavo_lab.load.records import Answer, Outcome, TargetRecord
 from octavo_lab.load.target import PlannedRequest, Sink
 from octavo_lab.load.targets import outcomes
-from octavo_lab.load.targets.sse import StreamReader
 
 _CHECK_TIMEOUT_S: Final = 10.0
 _TOKENIZE_S: Final = 30.0
@@ -183,6 +183,68 @@ class OpenAiTarget:
             "messages" if self._chat else "prompt": prompt,
         }
         return body, headers
+
+
+class StreamReader:
+    """Reads one stream of server-sent events as its bytes come: output, and at the end the usage."""
+
+    def __init__(self, sink: Sink, *, chat: bool) -> None:
+        self._sink = sink
+        self._chat = chat
+        self._rest = b""
+        self._chunks = 0
+        self._usage: Mapping[str, Any] = {}
+        self._error: tuple[Outcome, str] | None = None
+        self._done = False
+
+    def feed(self, data: bytes) -> None:
+        """Take in what came; it may be split anywhere."""
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            # All else is comments, names of events, and empty lines.
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip())
+
+    def _event(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self._done = True
+            return
+        try:
+            event = json.loads(data)
+            if event.get("error"):
+                self._error = outcomes.of_http(None, json.dumps(event))
+                return
+            choices = event.get("choices")
+            if choices and _has_output(choices[0], self._chat):
+                self._chunks += 1
+                self._sink.chunk()
+            self._usage = event.get("usage") or self._usage
+        except (ValueError, AttributeError, LookupError, TypeError):
+            self._error = (Outcome.ERROR, "BAD_EVENT")
+
+    def answer(self) -> Answer:
+        """Return how a stream ended that was read to its end."""
+        if self._error is not None:
+            return self.failed(*self._error)
+        if not self._done:
+            return self.failed(Outcome.ERROR, "STREAM_CUT")
+        return Answer(
+            prompt_tokens=self._usage.get("prompt_tokens"),
+            output_tokens=self._usage.get("completion_tokens"),
+            cached_tokens=(self._usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        )
+
+    def failed(self, outcome: Outcome, reason: str) -> Answer:
+        """Return an end that is not a good one; the output until then was received."""
+        return Answer(outcome=outcome, reason=reason, output_tokens=self._chunks)
+
+
+def _has_output(choice: Mapping[str, Any], chat: bool) -> bool:
+    if chat:
+        return any(value for name, value in (choice.get("delta") or {}).items() if name != "role")
+    # A token may have no text of its own. An event that only says how a request ended has no token.
+    return bool(choice.get("text")) or choice.get("finish_reason") is None
 
 
 def _terms(options: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
