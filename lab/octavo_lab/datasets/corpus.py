@@ -65,8 +65,7 @@ class Corpus:
         """
         if num_tokens <= 0:
             return ""
-        start = self._take(num_tokens)
-        if start is None:
+        if (start := self._take(num_tokens)) is None:
             self._unused = self._rng.sample(self._cuts, len(self._cuts))
             start = self._take(num_tokens)
         if start is None:

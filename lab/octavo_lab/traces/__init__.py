@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import accumulate
+from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -100,13 +100,8 @@ def packed(requests: Iterable[TraceRequest]) -> bytes:
     ticks = [round(request.at * _TICKS_PER_S) for request in requests]
     prefixes: list[list[int]] = []
     for request in requests:
-        runs: list[int] = []
-        for one in request.prefix:
-            if runs and one == runs[-2] + runs[-1]:
-                runs[-1] += 1
-            else:
-                runs += [one, 1]
-        prefixes.append(runs)
+        runs = (list(run) for _, run in groupby(enumerate(request.prefix), lambda at: at[1] - at[0]))
+        prefixes.append([number for run in runs for number in (run[0][1], len(run))])
     columns = {
         "gaps": [later - earlier for earlier, later in zip([0, *ticks], ticks, strict=False)],
         "prompt_tokens": [request.prompt_tokens for request in requests],

@@ -21,17 +21,9 @@ _TOKENIZE_S: Final = 30.0
 _WRITTEN: Final = str.maketrans({"\u0120": " ", "\u010a": "\n", "\u2581": " "})
 """How the vocabularies of byte-level BPE and SentencePiece write blanks and newlines down. All else in the
 corpus of prompts is ASCII, which they write as it is."""
-# Terms of service by the names of the SDK, and the headers that Octavo's gateway has for them.
-_SECONDS: Final = {
-    "queue_timeout": "x-octavo-queue-timeout-ms",
-    "ttft_deadline": "x-octavo-ttft-deadline-ms",
-    "deadline": "x-octavo-deadline-ms",
-}
-_PLAIN: Final = {
-    "priority": "x-octavo-priority",
-    "keep_head_tokens": "x-octavo-keep-head-tokens",
-    "keep_tail_tokens": "x-octavo-keep-tail-tokens",
-}
+# Terms of service by the names of the SDK, for which Octavo's gateway has headers; the first are in seconds.
+_SECONDS: Final = ("queue_timeout", "ttft_deadline", "deadline")
+_PLAIN: Final = ("priority", "keep_head_tokens", "keep_tail_tokens")
 _DEGRADE: Final = ("may_trim", "may_shed")
 
 
@@ -252,10 +244,11 @@ def _terms(options: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
     headers: dict[str, str] = {}
     fields: dict[str, Any] = {}
     for name, value in options.items():
+        header = f"x-octavo-{name.replace('_', '-')}"
         if name in _SECONDS:
-            headers[_SECONDS[name]] = str(math.ceil(1000 * value))
+            headers[f"{header}-ms"] = str(math.ceil(1000 * value))
         elif name in _PLAIN:
-            headers[_PLAIN[name]] = str(value)
+            headers[header] = str(value)
         elif name not in _DEGRADE:
             fields[name] = value
     if allowed := [name for name in _DEGRADE if options.get(name)]:

@@ -12,14 +12,12 @@ from octavo.errors import DeadlineExceededError, OctavoError, OverloadedError
 from octavo_lab.load.records import Outcome
 
 _OOM: Final = re.compile(r"\bOOM\b|out of memory", re.IGNORECASE)
-_OF_STATUS: Final = {
+# By the status, or by the type of an error that comes within a stream, when the status is long gone.
+_OUTCOMES: Final[Mapping[int | str | None, Outcome]] = {
     408: Outcome.TIMEOUT,
     429: Outcome.REFUSED,
     503: Outcome.REFUSED,
     504: Outcome.TIMEOUT,
-}
-# The type of an error that comes within a stream, when the status is long gone.
-_OF_TYPE: Final = {
     "timeout_error": Outcome.TIMEOUT,
     "rate_limit_error": Outcome.REFUSED,
     "service_unavailable_error": Outcome.REFUSED,
@@ -55,7 +53,7 @@ def of_http(status: int | None, text: str) -> tuple[Outcome, str]:
     reason = words[0] if words else f"HTTP_{status}" if status is not None else "STREAM_ERROR"
     if isinstance(code, int) and status is None:
         status = code
-    outcome = _OF_STATUS.get(status or 0) or _OF_TYPE.get(str(kind), Outcome.ERROR)
+    outcome = _OUTCOMES.get(status) or _OUTCOMES.get(str(kind), Outcome.ERROR)
     if outcome is Outcome.REFUSED and reason in _UNAVAILABLE:
         outcome = Outcome.ERROR
     if outcome is Outcome.ERROR and _OOM.search(text):
