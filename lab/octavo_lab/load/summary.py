@@ -119,10 +119,8 @@ def summarize(run: RunRecord, slo: Slo = ANSWERED) -> Summary:
 
 def by_kind(run: RunRecord) -> dict[str, list[RequestMeasurement]]:
     """Return the measured requests by their class or bucket."""
-    kinds: dict[str, list[RequestMeasurement]] = {}
-    for one in run.measured:
-        kinds.setdefault(one.offered.kind, []).append(one)
-    return dict(sorted(kinds.items()))
+    kinds = sorted({one.offered.kind for one in run.measured})
+    return {kind: [one for one in run.measured if one.offered.kind == kind] for kind in kinds}
 
 
 def _tokens_within_window(run: RunRecord) -> float:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Final
 from octavo.cli import output
 
 from octavo_lab.command import BenchError, BenchInterrupted, Flag, add_flags, claim_file
+from octavo_lab.serve import DEFAULT_REQUESTS
 
 # Nothing here needs the extra `bench` before a run, so that the help does not.
 if TYPE_CHECKING:
     from octavo_lab.load.generator import RunProgress
     from octavo_lab.load.records import RunRecord
 
-DEFAULT_REQUESTS: Final = 200
 TARGET_FLAGS: Final[tuple[Flag, ...]] = (
     ("--endpoint", str, None, "ADDRESS", "host:port of a scheduler, or URL of a server (default: local)"),
     ("--model", str, "", "MODEL", "where several are served"),

@@ -16,7 +16,7 @@ from octavo_lab.load.generator import Traffic, requests_needed
 from octavo_lab.load.summary import ANSWERED, Slo
 from octavo_lab.load.targets.octavo import OctavoTarget
 from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
-from octavo_lab.serve.command import DEFAULT_REQUESTS
+from octavo_lab.serve import DEFAULT_REQUESTS
 
 _DEFAULT_CONTEXT: Final = 2048
 _MOST_PER_SLOT_PER_S: Final = 4
