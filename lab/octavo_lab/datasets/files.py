@@ -53,12 +53,10 @@ async def read(path: Path, tokenizer: Tokenizer, output_tokens: int | None) -> F
         requests, times = _json_lines(path, text, output_tokens)
     if not requests:
         raise BenchError(f"{path} has no requests")
-    texts = [_text(one.prompt) for one in requests]
-    counted = iter(await counts(tokenizer, [text for text in texts if text is not None]))
-    lengths = [next(counted) if text is not None else None for text in texts]
+    counted = iter(await counts(tokenizer, [_text(one.prompt) for one in requests if one.form != "tokens"]))
     requests = [
-        replace(one, prompt_tokens=len(one.prompt) if tokens is None else tokens)
-        for one, tokens in zip(requests, lengths, strict=True)
+        replace(one, prompt_tokens=len(one.prompt) if one.form == "tokens" else next(counted))
+        for one in requests
     ]
     return FileRequests(tuple(requests), tuple(times) or None)
 
@@ -128,8 +126,6 @@ def _first_exchange(turns: Sequence[Mapping[str, str]]) -> tuple[str, str] | Non
     return None
 
 
-def _text(prompt: Any) -> str | None:
-    """Return the text of a prompt, of a conversation that of its contents; None for token ids."""
-    if isinstance(prompt, str):
-        return prompt
-    return None if isinstance(prompt[0], int) else "\n".join(str(turn["content"]) for turn in prompt)
+def _text(prompt: str | Sequence[Any]) -> str:
+    """Return the text of a prompt, of a conversation that of its contents."""
+    return prompt if isinstance(prompt, str) else "\n".join(str(turn["content"]) for turn in prompt)

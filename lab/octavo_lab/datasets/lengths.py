@@ -27,9 +27,6 @@ class Lengths:
     scale: int = 1
     """What the lengths of the trace were divided by."""
 
-    def __str__(self) -> str:
-        return self.description
-
 
 def of_trace(name: str, context: int, *, scale: int | None = None, folder: Path | None = None) -> Lengths:
     """Return the requests of a public trace, scaled to a model's context.

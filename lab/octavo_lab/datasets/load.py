@@ -57,7 +57,8 @@ class Dataset:
     ) -> None:
         self.at_s: tuple[float, ...] | None = None
         """When the requests came, in seconds from the first, where the source says so."""
-        self.description = f"{source}; prompts from Octavo's corpus, seed {config.seed}"
+        told = source.description if isinstance(source, Lengths) else source
+        self.description = f"{told}; prompts from Octavo's corpus, seed {config.seed}"
         """For the record."""
         self._config = config
         self._source = source
@@ -117,10 +118,9 @@ class Dataset:
             )
 
     def _labelled(self, requests: Iterable[PlannedRequest]) -> list[PlannedRequest]:
-        bounds = self._config.buckets
-        return [
-            replace(one, kind=bucket_of(one.prompt_tokens, bounds)) if bounds else one for one in requests
-        ]
+        if not self._config.buckets:
+            return list(requests)
+        return [replace(one, kind=bucket_of(one.prompt_tokens, self._config.buckets)) for one in requests]
 
 
 async def load(config: DatasetConfig, tokenizer: Tokenizer) -> Dataset:
