@@ -126,6 +126,6 @@ def _first_exchange(turns: Sequence[Mapping[str, str]]) -> tuple[str, str] | Non
     return None
 
 
-def _text(prompt: str | Sequence[Any]) -> str:
+def _text(prompt: Any) -> str:
     """Return the text of a prompt, of a conversation that of its contents."""
     return prompt if isinstance(prompt, str) else "\n".join(str(turn["content"]) for turn in prompt)
