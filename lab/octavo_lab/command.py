@@ -10,10 +10,10 @@ Flag = tuple[str, Callable[[str], Any], Any, str, str]
 """Flag, type, default, metavar, help."""
 
 
-def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
+def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag]) -> None:
     """Add flags that take a value; the help tells each default that there is."""
     for flag, kind, default, metavar, told in flags:
-        shown = told if default is None else f"{told} (default: %(default)s)"
+        shown = told if default in (None, "") else f"{told} (default: %(default)s)"
         parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=shown)
 
 

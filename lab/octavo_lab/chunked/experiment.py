@@ -20,9 +20,9 @@ from octavo_lab.datasets.corpus import Corpus, open_corpus
 from octavo_lab.datasets.tokenizers import ServiceTokenizer
 from octavo_lab.load.arrivals import Closed
 from octavo_lab.load.generator import Traffic, generate
-from octavo_lab.load.records import Outcome, RunRecord, TargetRecord
+from octavo_lab.load.records import Answer, Outcome, RunRecord, TargetRecord
 from octavo_lab.load.statistics import Distribution, Interval, distribution, quantile_ratio_interval
-from octavo_lab.load.target import Answer, LoadTarget, PlannedRequest, Sink
+from octavo_lab.load.target import LoadTarget, PlannedRequest, Sink
 from octavo_lab.load.targets.octavo import OctavoTarget
 
 ARMS: Final = {"chunked": "--chunked-prefill", "whole": "--no-chunked-prefill"}

@@ -9,31 +9,33 @@ from __future__ import annotations
 import lzma
 import random
 from collections.abc import Sequence
-from importlib import resources
+from pathlib import Path
 from typing import Final
 
 from octavo_lab.command import BenchError
 from octavo_lab.datasets.tokenizers import Tokenizer
 
-_FILE: Final = "corpus.txt.xz"
 _PART_CHARS: Final = 8192
 """Text that is tokenized in one call: little enough for services whose context is short."""
 
 
 def corpus_text() -> str:
     """Return the corpus that comes with Octavo: stories, letters and explanations by the demo model."""
-    packed = (resources.files("octavo_lab.datasets") / _FILE).read_bytes()
-    return lzma.decompress(packed).decode()
+    return lzma.decompress(Path(__file__).with_name("corpus.txt.xz").read_bytes()).decode()
 
 
 async def open_corpus(tokenizer: Tokenizer, seed: int, text: str | None = None) -> Corpus:
     """Return the corpus, split by a model's tokenizer."""
-    text = corpus_text() if text is None else text
-    text = text.strip()
+    text = (corpus_text() if text is None else text).strip()
     starts: list[int] = []
-    for part_start, part in _parts(text):
-        pieces = await tokenizer.pieces(part)
-        starts.extend(part_start + start for start in token_starts(part, pieces))
+    begin = 0
+    while begin < len(text):
+        # A part ends where a word begins.
+        cuts = (at for at in range(begin + _PART_CHARS, len(text)) if _is_cut(text, at))
+        end = next(cuts, len(text))
+        pieces = await tokenizer.pieces(text[begin:end])
+        starts += [begin + start for start in token_starts(text[begin:end], pieces)]
+        begin = end
     return Corpus(text, starts, seed)
 
 
@@ -63,8 +65,7 @@ class Corpus:
         """
         if num_tokens <= 0:
             return ""
-        start = self._take(num_tokens)
-        if start is None:
+        if (start := self._take(num_tokens)) is None:
             self._unused = self._rng.sample(self._cuts, len(self._cuts))
             start = self._take(num_tokens)
         if start is None:
@@ -99,18 +100,6 @@ def token_starts(text: str, pieces: Sequence[str]) -> list[int]:
                 )
             at = found + len(bare)
     return starts
-
-
-def _parts(text: str) -> list[tuple[int, str]]:
-    """Return the text in parts that begin where a word does, each with its place."""
-    parts, start = [], 0
-    while start < len(text):
-        end = start + _PART_CHARS
-        while end < len(text) and not _is_cut(text, end):
-            end += 1
-        parts.append((start, text[start:end]))
-        start = end
-    return parts
 
 
 def _is_cut(text: str, at: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,16 +46,22 @@ async def read(path: Path, tokenizer: Tokenizer, output_tokens: int | None) -> F
         text = await asyncio.to_thread(path.read_text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"{path}: {error}") from error
+    times: list[float] = []
     if text.lstrip().startswith("["):
-        found = await _share_gpt(path, text, tokenizer)
+        requests = await _share_gpt(path, text, tokenizer)
     else:
-        found = await _json_lines(path, text, tokenizer, output_tokens)
-    if not found.requests:
+        requests, times = _json_lines(path, text, output_tokens)
+    if not requests:
         raise BenchError(f"{path} has no requests")
-    return found
+    counted = iter(await counts(tokenizer, [_text(one.prompt) for one in requests if one.form != "tokens"]))
+    requests = [
+        replace(one, prompt_tokens=len(one.prompt) if one.form == "tokens" else next(counted))
+        for one in requests
+    ]
+    return FileRequests(tuple(requests), tuple(times) or None)
 
 
-async def _json_lines(path: Path, text: str, tokenizer: Tokenizer, output_tokens: int | None) -> FileRequests:
+def _json_lines(path: Path, text: str, output_tokens: int | None) -> tuple[list[PlannedRequest], list[float]]:
     requests: list[PlannedRequest] = []
     times: list[float] = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -70,14 +76,13 @@ async def _json_lines(path: Path, text: str, tokenizer: Tokenizer, output_tokens
             raise BenchError(f"{path}:{number}: {error}") from error
     if times and (len(times) < len(requests) or times != sorted(times)):
         raise BenchError(f"{path}: either every line has a timestamp, in order, or none")
-    return FileRequests(await _counted(requests, tokenizer), tuple(times) or None)
+    return requests, times
 
 
 def _request(row: Mapping[str, Any], output_tokens: int | None) -> PlannedRequest:
-    prompt = row.get("prompt", row.get("messages"))
+    prompt, wanted = row.get("prompt", row.get("messages")), row.get("output_tokens", output_tokens)
     if not prompt or not isinstance(prompt, str | list):
         raise ValueError("has no prompt (text or token ids) and no messages")
-    wanted = row.get("output_tokens", output_tokens)
     if wanted is None:
         raise ValueError("does not say output_tokens: say how many are wanted with --output-tokens")
     if not isinstance(wanted, int) or wanted < 1:
@@ -100,21 +105,20 @@ def _are_turns(prompt: list[Any]) -> bool:
     return all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in prompt)
 
 
-async def _share_gpt(path: Path, text: str, tokenizer: Tokenizer) -> FileRequests:
+async def _share_gpt(path: Path, text: str, tokenizer: Tokenizer) -> list[PlannedRequest]:
     try:
         rows = json.loads(text)
         pairs = [pair for row in rows if (pair := _first_exchange(row["conversations"]))]
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise BenchError(f"{path} is not in ShareGPT's format: {error!r}") from error
     wanted = await counts(tokenizer, [answer for _, answer in pairs])
-    requests = [
+    return [
         PlannedRequest(prompt=question, prompt_tokens=0, output_tokens=max(1, tokens))
         for (question, _), tokens in zip(pairs, wanted, strict=True)
     ]
-    return FileRequests(await _counted(requests, tokenizer), None)
 
 
-def _first_exchange(turns: Iterable[Mapping[str, str]]) -> tuple[str, str] | None:
+def _first_exchange(turns: Sequence[Mapping[str, str]]) -> tuple[str, str] | None:
     """Return the first thing that a person said, and the answer; None if there is none."""
     for turn, after in itertools.pairwise(turns):
         if turn["from"] in _HUMAN and after["from"] not in _HUMAN and turn["value"].strip():
@@ -122,20 +126,6 @@ def _first_exchange(turns: Iterable[Mapping[str, str]]) -> tuple[str, str] | Non
     return None
 
 
-async def _counted(requests: list[PlannedRequest], tokenizer: Tokenizer) -> tuple[PlannedRequest, ...]:
-    """Return the requests with the tokens of their prompts; of a conversation, those of its contents."""
-    texts = [_text(one.prompt) for one in requests]
-    counted = iter(await counts(tokenizer, [text for text in texts if text is not None]))
-    return tuple(
-        replace(one, prompt_tokens=len(one.prompt) if text is None else next(counted))
-        for one, text in zip(requests, texts, strict=True)
-    )
-
-
-def _text(prompt: Any) -> str | None:
-    """Return the text of a prompt; None for token ids."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt[0], int):
-        return None
-    return "\n".join(str(turn["content"]) for turn in prompt)
+def _text(prompt: Any) -> str:
+    """Return the text of a prompt, of a conversation that of its contents."""
+    return prompt if isinstance(prompt, str) else "\n".join(str(turn["content"]) for turn in prompt)

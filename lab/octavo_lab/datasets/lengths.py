@@ -43,20 +43,19 @@ def of_trace(name: str, context: int, *, scale: int | None = None, folder: Path 
     totals = sorted(row.prompt_tokens + row.output_tokens for row in rows)
     if scale is None:
         scale = max(1, math.ceil(totals[math.ceil(FIT_SHARE * len(totals)) - 1] / max(1, room)))
-    scaled = [_scaled(row, scale) for row in rows]
+    scaled = [
+        replace(
+            row,
+            prompt_tokens=max(1, round(row.prompt_tokens / scale)),
+            output_tokens=max(1, round(row.output_tokens / scale)),
+        )
+        for row in rows
+    ]
     kept = tuple(row for row in scaled if row.prompt_tokens + row.output_tokens <= room)
     if not kept:
         raise BenchError(f"nothing of {name} fits a context of {context} tokens at a scale of 1/{scale}")
     how = f"{name}, lengths divided by {scale}, {len(rows) - len(kept)} of {len(rows)} left out"
     return Lengths(kept, how, scale)
-
-
-def _scaled(row: TraceRequest, scale: int) -> TraceRequest:
-    return replace(
-        row,
-        prompt_tokens=max(1, round(row.prompt_tokens / scale)),
-        output_tokens=max(1, round(row.output_tokens / scale)),
-    )
 
 
 def window(arrivals: Sequence[TraceRequest], count: int, seed: int) -> list[TraceRequest]:

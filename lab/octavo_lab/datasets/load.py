@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from octavo_lab.command import BenchError
-from octavo_lab.datasets import files, lengths
 from octavo_lab.datasets.corpus import Corpus, open_corpus
-from octavo_lab.datasets.lengths import Drawn, Lengths
+from octavo_lab.datasets.files import FileRequests, read
+from octavo_lab.datasets.lengths import Drawn, Lengths, of_trace, window
 from octavo_lab.datasets.tokenizers import Tokenizer
 from octavo_lab.load.target import PlannedRequest
 from octavo_lab.traces import MOONCAKE_BLOCK_TOKENS, TRACES, TraceRequest
@@ -44,32 +44,31 @@ class DatasetConfig:
 
 
 class Dataset:
-    """Requests to draw from. What is drawn depends on the seed of the configuration only."""
+    """Requests to draw from. What is drawn depends on the seed of the configuration only.
+
+    Args:
+        config: what was asked for.
+        source: requests of a file, or lengths.
+        corpus: where prompts of lengths come from.
+    """
 
     def __init__(
-        self, config: DatasetConfig, source: Lengths | Drawn | files.FileRequests, corpus: Corpus | None
+        self, config: DatasetConfig, source: Lengths | Drawn | FileRequests, corpus: Corpus | None = None
     ) -> None:
+        self.at_s: tuple[float, ...] | None = None
+        """When the requests came, in seconds from the first, where the source says so."""
+        told = source.description if isinstance(source, Lengths) else source
+        self.description = f"{told}; prompts from Octavo's corpus, seed {config.seed}"
+        """For the record."""
         self._config = config
         self._source = source
         self._corpus = corpus
         self._blocks: dict[int, str] = {}
-
-    @property
-    def description(self) -> str:
-        """For the record."""
-        if isinstance(self._source, files.FileRequests):
-            return f"{Path(self._config.source).name}, {len(self._source.requests)} requests"
-        told = self._source.description if isinstance(self._source, Lengths) else str(self._source)
-        return f"{told}; prompts from Octavo's corpus, seed {self._config.seed}"
-
-    @property
-    def at_s(self) -> tuple[float, ...] | None:
-        """When the requests came, in seconds from the first, where the source says so."""
-        if isinstance(self._source, files.FileRequests):
-            return self._source.at_s
-        if isinstance(self._source, Lengths):
-            return tuple(arrival.at for arrival in self._source.arrivals)
-        return None
+        if isinstance(source, FileRequests):
+            self.at_s = source.at_s
+            self.description = f"{Path(config.source).name}, {len(source.requests)} requests"
+        elif isinstance(source, Lengths):
+            self.at_s = tuple(arrival.at for arrival in source.arrivals)
 
     def requests(self, count: int) -> list[PlannedRequest]:
         """Return so many requests.
@@ -79,24 +78,21 @@ class Dataset:
         Raises:
             BenchError: a file has fewer.
         """
-        seed, context = self._config.seed, self._config.context
-        if isinstance(self._source, files.FileRequests):
-            return self._from_file(self._source.requests, count)
+        if isinstance(self._source, FileRequests):
+            return self.in_order(count)
+        seed = self._config.seed
         if isinstance(self._source, Lengths):
-            return self._labelled(self._written(lengths.window(self._source.arrivals, count, seed)))
-        return self._labelled(self._written(self._source.draw(count, context, seed)))
+            return self._labelled(self._written(window(self._source.arrivals, count, seed)))
+        return self._labelled(self._written(self._source.draw(count, self._config.context, seed)))
 
     def in_order(self, count: int | None = None) -> list[PlannedRequest]:
         """Return the first requests, or all, as they go with `at_s`."""
         if isinstance(self._source, Drawn):
             raise BenchError("drawn lengths have no times to replay")
-        if isinstance(self._source, files.FileRequests):
-            requests = self._source.requests
-            return self._from_file(requests, len(requests) if count is None else count)
-        return self._labelled(self._written(self._source.arrivals[:count]))
-
-    def _from_file(self, requests: Sequence[PlannedRequest], count: int) -> list[PlannedRequest]:
-        if count > len(requests):
+        if isinstance(self._source, Lengths):
+            return self._labelled(self._written(self._source.arrivals[:count]))
+        requests = self._source.requests
+        if count is not None and count > len(requests):
             raise BenchError(
                 f"{self._config.source} has {len(requests)} requests, and {count} are needed: ask for fewer, "
                 "for a shorter time, or for a lower rate (repeated prompts would come from the cache)"
@@ -106,25 +102,20 @@ class Dataset:
     def _written(self, arrivals: Iterable[TraceRequest]) -> Iterable[PlannedRequest]:
         """Give each request a prompt; those whose leading hashes are equal get equal beginnings."""
         assert self._corpus is not None, "only files come without a corpus"
+        per_block = MOONCAKE_BLOCK_TOKENS // (self._source.scale if isinstance(self._source, Lengths) else 1)
         for arrival in arrivals:
-            shared, covered = self._shared_prefix(self._corpus, arrival)
+            # One token at least is the request's own: the last hash of a trace stands for a part of a block.
+            whole = (arrival.prompt_tokens - 1) // per_block if per_block else 0
+            blocks = arrival.prefix[:whole]
+            for block in blocks:
+                if block not in self._blocks:
+                    self._blocks[block] = self._corpus.window(per_block)
+            own = self._corpus.window(arrival.prompt_tokens - len(blocks) * per_block)
             yield PlannedRequest(
-                prompt=shared + self._corpus.window(arrival.prompt_tokens - covered),
+                prompt="".join(self._blocks[block] for block in blocks) + own,
                 prompt_tokens=arrival.prompt_tokens,
                 output_tokens=arrival.output_tokens,
             )
-
-    def _shared_prefix(self, corpus: Corpus, arrival: TraceRequest) -> tuple[str, int]:
-        scale = self._source.scale if isinstance(self._source, Lengths) else 1
-        per_block = MOONCAKE_BLOCK_TOKENS // scale
-        if not per_block:
-            return "", 0
-        # One token at least is the request's own: the last hash of a trace stands for a part of a block.
-        whole = min(len(arrival.prefix), (arrival.prompt_tokens - 1) // per_block)
-        for block in arrival.prefix[:whole]:
-            if block not in self._blocks:
-                self._blocks[block] = corpus.window(per_block)
-        return "".join(self._blocks[block] for block in arrival.prefix[:whole]), whole * per_block
 
     def _labelled(self, requests: Iterable[PlannedRequest]) -> list[PlannedRequest]:
         if not self._config.buckets:
@@ -141,16 +132,13 @@ async def load(config: DatasetConfig, tokenizer: Tokenizer) -> Dataset:
     if config.source not in NAMES:
         path = _file(config.source)
         wanted = None if config.output_tokens is None else round(config.output_tokens)
-        return Dataset(config, await files.read(path, tokenizer, wanted), None)
+        return Dataset(config, await read(path, tokenizer, wanted))
     corpus = await open_corpus(tokenizer, config.seed)
     if config.source in TRACES:
-        source: Lengths | Drawn = lengths.of_trace(
-            config.source, config.context, scale=config.scale, folder=config.traces
-        )
-    else:
-        cv = config.cv if config.source == LOGNORMAL else 0.0
-        source = Drawn(config.prompt_tokens, config.output_tokens or 64, cv)
-    return Dataset(config, source, corpus)
+        trace = of_trace(config.source, config.context, scale=config.scale, folder=config.traces)
+        return Dataset(config, trace, corpus)
+    cv = config.cv if config.source == LOGNORMAL else 0.0
+    return Dataset(config, Drawn(config.prompt_tokens, config.output_tokens or 64, cv), corpus)
 
 
 def _file(source: str) -> Path:
@@ -162,7 +150,5 @@ def _file(source: str) -> Path:
 
 def bucket_of(prompt_tokens: int, bounds: Sequence[int]) -> str:
     """Return the label of the bucket of a prompt: `<=128`, or `>512` beyond the last bound."""
-    for bound in sorted(bounds):
-        if prompt_tokens <= bound:
-            return f"<={bound}"
-    return f">{max(bounds)}"
+    above = [bound for bound in bounds if prompt_tokens <= bound]
+    return f"<={min(above)}" if above else f">{max(bounds)}"

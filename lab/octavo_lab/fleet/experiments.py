@@ -48,7 +48,7 @@ class FleetTraffic:
     traces: Path | None = None
     """Folder of the public traces; None: as `read_trace` has it."""
     trace: str = "azure-conv"
-    """One of `traces.AZURE`, or POISSON; where prefixes do not matter."""
+    """One of `traces.TRACES`, or POISSON; where prefixes do not matter."""
     lengths: Drawn = Drawn(1000, 200, 1.0)
     """Of the requests of POISSON."""
     plan_log: Path | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,8 +34,7 @@ class Gamma:
     cv: float
 
     def __post_init__(self) -> None:
-        _positive("the rate", self.rate_per_s)
-        _positive("the coefficient of variation", self.cv)
+        _positive(rate=self.rate_per_s, variation=self.cv)
 
     def __str__(self) -> str:
         return f"gamma, {self.rate_per_s:g} per second, coefficient of variation {self.cv:g}"
@@ -62,7 +61,7 @@ class Even:
     rate_per_s: float
 
     def __post_init__(self) -> None:
-        _positive("the rate", self.rate_per_s)
+        _positive(rate=self.rate_per_s)
 
     def __str__(self) -> str:
         return f"even, {self.rate_per_s:g} per second"
@@ -88,13 +87,9 @@ class Bursty:
     calm_s: float = 8.0
 
     def __post_init__(self) -> None:
-        _positive("the rate", self.rate_per_s)
-        _positive("the length of a burst", self.burst_s)
-        _positive("the calm", self.calm_s)
+        _positive(rate=self.rate_per_s, burst=self.burst_s, calm=self.calm_s)
         if not self.ratio >= 1:
-            raise BenchError(
-                f"in a burst requests come at least as fast as else, got a ratio of {self.ratio}"
-            )
+            raise BenchError(f"bursts are not slower than what is between, got a ratio of {self.ratio}")
 
     def __str__(self) -> str:
         return (
@@ -112,14 +107,15 @@ class Bursty:
     def times(self, seed: int) -> Iterator[float]:
         """Yield the times; see `Arrivals`. The first state is drawn as often as it is on the whole."""
         rng = random.Random(seed)
-        in_burst = rng.random() < self.burst_s / (self.burst_s + self.calm_s)
-        began = 0.0
-        while True:
-            length = rng.expovariate(1 / (self.burst_s if in_burst else self.calm_s))
-            # What is left of an exponential gap is exponential again: each state may begin anew.
-            yield from _poisson_within(self.rates_per_s[not in_burst], began, began + length, rng)
-            began += length
-            in_burst = not in_burst
+
+        def states() -> Iterator[tuple[float, float]]:
+            in_burst = rng.random() < self.burst_s / (self.burst_s + self.calm_s)
+            while True:
+                length_s = rng.expovariate(1 / (self.burst_s if in_burst else self.calm_s))
+                yield length_s, self.rates_per_s[not in_burst]
+                in_burst = not in_burst
+
+        return _poisson_by_parts(states(), rng)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +134,7 @@ class Phases:
 
     def __post_init__(self) -> None:
         for phase in self.phases:
-            _positive("the length of a phase", phase.duration_s)
+            _positive(phase=phase.duration_s)
             if not phase.rate_per_s >= 0:
                 raise BenchError(f"a rate must not be negative, got {phase.rate_per_s}")
 
@@ -159,11 +155,8 @@ class Phases:
 
     def times(self, seed: int) -> Iterator[float]:
         """Yield the times; see `Arrivals`."""
-        rng, began = random.Random(seed), 0.0
-        for phase in self.phases:
-            ends = began + phase.duration_s
-            yield from _poisson_within(phase.rate_per_s, began, ends, rng)
-            began = ends
+        parts = ((phase.duration_s, phase.rate_per_s) for phase in self.phases)
+        return _poisson_by_parts(parts, random.Random(seed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +180,7 @@ class Replay:
 
     def at_rate(self, rate_per_s: float) -> Replay:
         """Return the same times compressed or stretched to an average rate."""
-        _positive("the rate", rate_per_s)
+        _positive(rate=rate_per_s)
         factor = self.rate_per_s / rate_per_s
         return Replay(tuple(at * factor for at in self.at_s), f"{self.what}, {1 / factor:g} times as fast")
 
@@ -207,26 +200,26 @@ class Closed:
     concurrency: int
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise BenchError(f"the concurrency must be at least 1, got {self.concurrency}")
+        _positive(concurrency=self.concurrency)
 
     def __str__(self) -> str:
         return f"closed loop, {self.concurrency} under way at a time"
 
 
 Process = Arrivals | Closed
-"""Either kind of loop."""
 
 
-def _poisson_within(rate_per_s: float, began: float, ends: float, rng: random.Random) -> Iterator[float]:
-    if rate_per_s <= 0:
-        return
-    at = began + rng.expovariate(rate_per_s)
-    while at < ends:
-        yield at
-        at += rng.expovariate(rate_per_s)
+def _poisson_by_parts(parts: Iterable[tuple[float, float]], rng: random.Random) -> Iterator[float]:
+    """Yield the times of Poisson processes that follow each other, each given by its length and rate."""
+    ends = 0.0
+    for length_s, rate_per_s in parts:
+        # What is left of an exponential gap is exponential again: each part may begin anew.
+        at, ends = ends, ends + length_s
+        while rate_per_s > 0 and (at := at + rng.expovariate(rate_per_s)) < ends:
+            yield at
 
 
-def _positive(what: str, value: float) -> None:
-    if not value > 0:
-        raise BenchError(f"{what} must be positive, got {value:g}")
+def _positive(**values: float) -> None:
+    for what, value in values.items():
+        if not value > 0:
+            raise BenchError(f"the {what} must be positive, got {value:g}")

@@ -11,25 +11,21 @@ from typing import Any
 from octavo_lab.command import BenchError
 from octavo_lab.load.records import RunRecord, from_json, to_json
 from octavo_lab.load.summary import Slo, summarize
+from octavo_lab.stored import write_whole
 
 
 def write(run: RunRecord, slo: Slo, path: Path, environment: Mapping[str, Any] | None = None) -> None:
-    """Write a run, and the machine that it was driven from.
+    """Write a run, and the machine that it was driven from, into a folder that there is.
 
     Raises:
         BenchError: the file cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"environment": dict(environment or {}), **as_json(run, slo)}
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        figures = asdict(summarize(run, slo))
+        record = {"environment": dict(environment or {}), "summary": figures, "run": to_json(run)}
+        write_whole(path, json.dumps(record, indent=1) + "\n")
     except OSError as error:
         raise BenchError(f"{path}: {error.strerror}") from error
-
-
-def as_json(run: RunRecord, slo: Slo) -> dict[str, Any]:
-    """Return figures and record."""
-    return {"summary": asdict(summarize(run, slo)), "run": to_json(run)}
 
 
 def read(path: Path) -> RunRecord:

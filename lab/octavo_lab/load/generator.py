@@ -11,8 +11,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from octavo_lab.command import BenchError
 from octavo_lab.load.arrivals import Arrivals, Closed, Process
 from octavo_lab.load.records import (
     LATE_S,
+    Answer,
     GeneratorRecord,
     Offered,
     Outcome,
@@ -27,7 +27,7 @@ from octavo_lab.load.records import (
     RunRecord,
     TrafficRecord,
 )
-from octavo_lab.load.target import Answer, LoadTarget, PlannedRequest
+from octavo_lab.load.target import LoadTarget, PlannedRequest
 
 _PROGRESS_S: Final = 0.5
 CLIENT_TIMEOUT: Final = "CLIENT_TIMEOUT"
@@ -73,19 +73,14 @@ class RunProgress:
 
     elapsed_s: float
     sent: int
-    running: int
     ended: int
-    total: int
-    """Requests that will be sent, at most."""
-    end_s: float | None
-    """End of the window, where it is known."""
+    fraction: float
+    """Between 0 and 1, by requests or by time, whichever is further."""
 
     @property
-    def fraction(self) -> float:
-        """Between 0 and 1, by requests or by time, whichever is further."""
-        by_count = self.ended / self.total if self.total else 0.0
-        by_time = self.elapsed_s / self.end_s if self.end_s else 0.0
-        return min(1.0, max(by_count, by_time))
+    def running(self) -> int:
+        """Requests under way."""
+        return self.sent - self.ended
 
 
 def requests_needed(arrivals: Arrivals, seed: int, end_s: float) -> int:
@@ -113,25 +108,26 @@ async def generate(
         raise BenchError(
             "there is nothing to send: the window is too short for the rate, or the dataset empty"
         )
-    run = _Run(target, traffic, limits, stop or asyncio.Event())
-    with _undisturbed():
-        try:
-            return await run.go(on_progress)
-        except ExceptionGroup as faults:
-            raise faults.exceptions[0] from None
+    # What is there already stays out of the garbage collector's full passes, which stop everything.
+    gc.collect()
+    gc.freeze()
+    try:
+        return await _Run(target, traffic, limits, stop or asyncio.Event()).go(on_progress)
+    except ExceptionGroup as faults:
+        raise faults.exceptions[0] from None
+    finally:
+        gc.unfreeze()
 
 
+@dataclass(slots=True)
 class _Tape:
     """When the output of one request came."""
 
-    __slots__ = ("_now", "times")
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self.times: list[float] = []
+    now: Callable[[], float]
+    times: list[float] = field(default_factory=list)
 
     def chunk(self) -> None:
-        self.times.append(self._now())
+        self.times.append(self.now())
 
 
 class _Run:
@@ -142,175 +138,125 @@ class _Run:
         self._stop = stop
         self._now = asyncio.get_running_loop().time
         self._began = self._now()
-        self._all_sent = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Those that send, and in an open loop one for each request under way."""
         self._records: list[RequestMeasurement] = []
         self._sent = 0
-        self._last_planned_s = 0.0
-        self._window_covered = False
-        """Whether there were requests for the whole window, so that it ends when it should."""
 
     async def go(self, on_progress: Callable[[RunProgress], None] | None) -> RunRecord:
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
         cpu_s = time.process_time()
+        arrivals, requests, end_s = self._traffic.arrivals, self._traffic.requests, self._traffic.end_s
+        left_s = None
         async with asyncio.TaskGroup() as group:
+            stopped = group.create_task(self._stop.wait())
             reporter = group.create_task(self._report(on_progress))
-            if isinstance(self._traffic.arrivals, Closed):
-                source = iter(enumerate(self._traffic.requests))
-                for _ in range(min(self._traffic.arrivals.concurrency, len(self._traffic.requests))):
-                    self._spawn(group, self._slot(source))
+            if isinstance(arrivals, Closed):
+                source = iter(enumerate(requests))
+                places = range(min(arrivals.concurrency, len(requests)))
+                senders = {self._spawn(group, self._slot(source)) for _ in places}
+                # Its window ends on time whoever answers; whoever sends on time sees to it.
+                left_s = None if end_s is None else end_s - self._elapsed_s()
             else:
-                self._spawn(group, self._send(group, self._traffic.arrivals))
-            await self._sending()
-            until_s = self._until_s()
-            await self._unless_stopped(self._idle, self._limits.drain_s)
-            for task in (*self._tasks, reporter):
+                senders = {self._spawn(group, self._send(group, arrivals))}
+            sent, _ = await asyncio.wait(
+                {stopped, *senders}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            until_s = end_s if not sent or any(task.result() for task in sent) else None
+            if self._stop.is_set():
+                until_s = self._elapsed_s()
+            drained = group.create_task(asyncio.wait({*senders, *self._tasks}))
+            await asyncio.wait(
+                {stopped, drained}, timeout=self._limits.drain_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in (stopped, reporter, drained, *self._tasks):
                 task.cancel()
-        cpu_s = time.process_time() - cpu_s
-        return self._record(started_at, self._last_answer_s() if until_s is None else until_s, cpu_s)
+        return self._record(started_at, until_s, time.process_time() - cpu_s)
 
     # -- sending
 
-    async def _sending(self) -> None:
-        """Wait until nothing more will be sent. The window of a closed loop ends on time whoever answers."""
-        end_s = self._traffic.end_s
-        if end_s is None or not isinstance(self._traffic.arrivals, Closed):
-            await self._unless_stopped(self._all_sent)
-            return
-        await self._unless_stopped(self._all_sent, end_s - self._elapsed_s())
-        self._window_covered |= not self._all_sent.is_set()
-
-    def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = group.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not self._tasks:
-            self._idle.set()
-
-    async def _send(self, group: asyncio.TaskGroup, arrivals: Arrivals) -> None:
-        """Start each request at its time; one that is overdue at once."""
-        end_s, requests = self._traffic.end_s, enumerate(self._traffic.requests)
+    async def _send(self, group: asyncio.TaskGroup, arrivals: Arrivals) -> bool:
+        """Start each request at its time, one that is overdue at once; tell if they last for the window."""
+        end_s, requests = self._traffic.end_s, iter(enumerate(self._traffic.requests))
         for at_s in arrivals.times(self._traffic.seed):
             if end_s is not None and at_s >= end_s:
                 break
-            number, request = next(requests, (0, None))
-            if request is None:
-                self._all_sent.set()
-                return
-            await self._until(at_s)
-            self._spawn(group, self._one(number, request, at_s))
-        self._window_covered = True
+            if (planned := next(requests, None)) is None:
+                return False
+            await asyncio.sleep(at_s - self._elapsed_s())
+            self._spawn(group, self._one(*planned, at_s))
         if end_s is not None:
-            await self._until(end_s)
-        self._all_sent.set()
+            await asyncio.sleep(end_s - self._elapsed_s())
+        return True
 
-    async def _slot(self, source: Iterator[tuple[int, PlannedRequest]]) -> None:
-        """Send one request after the other."""
+    async def _slot(self, source: Iterator[tuple[int, PlannedRequest]]) -> bool:
+        """Send one request after the other; tell if they last for the window."""
         end_s = self._traffic.end_s
         for number, request in source:
             at_s = self._elapsed_s()
             if end_s is not None and at_s >= end_s:
-                self._window_covered = True
-                break
+                return True
             await self._one(number, request, at_s)
-        self._all_sent.set()
+        return False
 
     async def _one(self, number: int, request: PlannedRequest, planned_s: float) -> None:
         """Send a request, follow it to its end, and keep its record, whatever that end is."""
-        tape = _Tape(self._now)
-        timeout_s = self._limits.timeout_s
-        sent_at = self._now()
+        tape, timeout_s, began = _Tape(self._now), self._limits.timeout_s, self._began
+        sent_s = self._elapsed_s()
         self._sent += 1
-        self._last_planned_s = max(self._last_planned_s, planned_s)
         answer = Answer(outcome=Outcome.ABANDONED)  # If we are cancelled, that is what it was.
         try:
-            async with asyncio.timeout_at(None if timeout_s is None else self._began + planned_s + timeout_s):
+            async with asyncio.timeout_at(None if timeout_s is None else began + planned_s + timeout_s):
                 answer = await self._target.ask(request, tape)
         except TimeoutError:
             answer = Answer(outcome=Outcome.TIMEOUT, reason=CLIENT_TIMEOUT)
         finally:
-            ended_at, began = self._now(), self._began
+            ended_s, counted = self._elapsed_s(), answer.output_tokens
+            offered = Offered(
+                number=number,
+                planned_s=planned_s,
+                prompt_tokens=request.prompt_tokens,
+                output_tokens=request.output_tokens,
+                kind=request.kind,
+            )
+            said = asdict(answer) | {"output_tokens": len(tape.times) if counted is None else counted}
+            times_s = tuple(at - began for at in tape.times)
             self._records.append(
                 RequestMeasurement(
-                    offered=Offered(
-                        number=number,
-                        planned_s=planned_s,
-                        prompt_tokens=request.prompt_tokens,
-                        output_tokens=request.output_tokens,
-                        kind=request.kind,
-                    ),
-                    sent_s=sent_at - began,
-                    outcome=answer.outcome,
-                    ended_s=ended_at - began,
-                    chunk_times_s=tuple(at - began for at in tape.times),
-                    prompt_tokens=answer.prompt_tokens,
-                    output_tokens=len(tape.times) if answer.output_tokens is None else answer.output_tokens,
-                    cached_tokens=answer.cached_tokens,
-                    queue_s=answer.queue_s,
-                    preemptions=answer.preemptions,
-                    reason=answer.reason,
+                    offered=offered, sent_s=sent_s, ended_s=ended_s, chunk_times_s=times_s, **said
                 )
             )
-
-    # -- waiting
 
     def _elapsed_s(self) -> float:
         return self._now() - self._began
 
-    async def _until(self, at_s: float) -> None:
-        delay_s = at_s - self._elapsed_s()
-        if delay_s > 0:
-            await asyncio.sleep(delay_s)
-
-    async def _unless_stopped(self, event: asyncio.Event, timeout_s: float | None = None) -> None:
-        """Wait for an event, but no longer than a time, and only until somebody says stop."""
-        waits = [asyncio.ensure_future(one.wait()) for one in (event, self._stop)]
-        try:
-            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-
-    def _until_s(self) -> float | None:
-        """Return the end of the window, now that the last request was sent; None: the last answer."""
-        if self._stop.is_set():
-            return self._elapsed_s()
-        end_s = self._traffic.end_s
-        if end_s is not None and self._window_covered:
-            return end_s
-        # A closed loop sends as many at once as it may: what is sent last says little of the time it took.
-        return None if isinstance(self._traffic.arrivals, Closed) else self._last_planned_s
-
-    def _last_answer_s(self) -> float:
-        """Return when the last request ended that was not cut off."""
-        ends = (one.ended_s for one in self._records if one.outcome is not Outcome.ABANDONED)
-        return max(ends, default=self._last_planned_s)
-
     # -- telling
 
     async def _report(self, on_progress: Callable[[RunProgress], None] | None) -> None:
+        end_s, total = self._traffic.end_s, len(self._traffic.requests)
         while on_progress is not None:
-            ended = len(self._records)
-            on_progress(
-                RunProgress(
-                    elapsed_s=self._elapsed_s(),
-                    sent=self._sent,
-                    running=self._sent - ended,
-                    ended=ended,
-                    total=len(self._traffic.requests),
-                    end_s=self._traffic.end_s,
-                )
-            )
+            elapsed_s, ended = self._elapsed_s(), len(self._records)
+            fraction = min(1.0, max(ended / total, elapsed_s / end_s if end_s else 0.0))
+            on_progress(RunProgress(elapsed_s, self._sent, ended, fraction))
             await asyncio.sleep(_PROGRESS_S)
 
-    def _record(self, started_at: str, until_s: float, cpu_s: float) -> RunRecord:
-        traffic, records = self._traffic, self._records
-        arrivals = traffic.arrivals
+    def _record(self, started_at: str, until_s: float | None, cpu_s: float) -> RunRecord:
+        """Return the record; the window is until the last request was sent, if nothing else has ended it."""
+        traffic, arrivals = self._traffic, self._traffic.arrivals
+        records = sorted(self._records, key=lambda one: one.offered.number)
         late_s = [one.lateness_s for one in records]
+        if until_s is None:
+            until_s = max((one.offered.planned_s for one in records), default=0.0)
+            if isinstance(arrivals, Closed):
+                # It sends as many at once as it may: when it sent the last says little of the time it took.
+                answered_s = (one.ended_s for one in records if one.outcome is not Outcome.ABANDONED)
+                until_s = max(answered_s, default=until_s)
         return RunRecord(
             target=self._target.record,
             traffic=TrafficRecord(
@@ -329,17 +275,6 @@ class _Run:
                 max_lateness_s=max(late_s, default=0.0),
                 cpu_s=cpu_s,
             ),
-            requests=tuple(sorted(records, key=lambda one: one.offered.number)),
+            requests=tuple(records),
             interrupted=self._stop.is_set(),
         )
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Keep what is there already out of the garbage collector's full passes, which stop everything."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
-FORMAT: Final = 1
-"""Version of the JSON form."""
-_DECIMALS: Final = 6
-"""Digits of a second that are kept in JSON: microseconds."""
+from pydantic import PlainSerializer, TypeAdapter, ValidationError
+
+Seconds = Annotated[float, PlainSerializer(lambda value: round(value, 6))]
+"""A time of which JSON keeps microseconds."""
 
 
 class Outcome(StrEnum):
@@ -39,7 +39,7 @@ class Offered:
 
     number: int
     """Position in the plan, from 0."""
-    planned_s: float
+    planned_s: Seconds
     """When it was to be sent. In a closed loop: when its slot became free."""
     prompt_tokens: int
     output_tokens: int
@@ -49,7 +49,23 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestMeasurement:
+class Answer:
+    """How a request ended, as the service says; None: it did not say."""
+
+    outcome: Outcome = Outcome.OK
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens that the service took from its cache."""
+    queue_s: float | None = None
+    """Wait in the queue."""
+    preemptions: int | None = None
+    reason: str = ""
+    """The word of the service (or of the generator) for an outcome that is not `ok`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMeasurement(Answer):
     """One request: what was offered and what happened.
 
     Latencies count from the planned time, so that a request that the generator sent late is not flattered
@@ -57,22 +73,12 @@ class RequestMeasurement:
     """
 
     offered: Offered
-    sent_s: float
-    outcome: Outcome
-    ended_s: float
-    chunk_times_s: tuple[float, ...] = ()
+    sent_s: Seconds
+    ended_s: Seconds
+    chunk_times_s: tuple[Seconds, ...] = ()
     """When each message with output came. One message may bring several tokens."""
-    prompt_tokens: int | None = None
-    """As the service counted them; None when it did not say."""
     output_tokens: int = 0
     """As the service counted them, or, when it did not say, as many as messages with output came."""
-    cached_tokens: int | None = None
-    """Prompt tokens that the service took from its cache; None when it did not say."""
-    queue_s: float | None = None
-    """Wait in the queue as the service reports it."""
-    preemptions: int | None = None
-    reason: str = ""
-    """The word of the service (or of the generator) for an outcome that is not `ok`."""
 
     @property
     def lateness_s(self) -> float:
@@ -99,8 +105,7 @@ class RequestMeasurement:
     @property
     def gaps_s(self) -> tuple[float, ...]:
         """Inter-token latencies: the time between each message with output and the one before."""
-        times = self.chunk_times_s
-        return tuple(later - earlier for earlier, later in itertools.pairwise(times))
+        return tuple(later - earlier for earlier, later in itertools.pairwise(self.chunk_times_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +129,7 @@ class TrafficRecord:
     arrivals: str
     """In words: the process, with its parameters."""
     seed: int
-    offered_rate_per_s: float | None
+    offered_rate_per_s: float | None = None
     """Requests per second that the process offers on average; None in a closed loop."""
     concurrency: int | None = None
     """Requests under way at a time in a closed loop."""
@@ -153,12 +158,12 @@ class RunRecord:
     traffic: TrafficRecord
     started_at: str
     """Wall clock, UTC, ISO 8601."""
-    warm_up_s: float
+    warm_up_s: Seconds
     """Requests planned before this are sent and not measured."""
-    until_s: float
+    until_s: Seconds
     """End of the window: requests are planned until here. What comes later is drain. The window of a closed
     loop without a duration ends with the last answer."""
-    ended_s: float
+    ended_s: Seconds
     """When the last request had ended."""
     generator: GeneratorRecord
     requests: tuple[RequestMeasurement, ...]
@@ -166,6 +171,8 @@ class RunRecord:
     interrupted: bool = False
     name: str = ""
     """Of the system under test, for tables that set runs side by side."""
+    format: Literal[1] = 1
+    """Version of the JSON form."""
 
     @property
     def measured(self) -> tuple[RequestMeasurement, ...]:
@@ -182,14 +189,13 @@ class RunRecord:
         return self.until_s - self.warm_up_s
 
 
+_ADAPTER: Final = TypeAdapter(RunRecord)
+
+
 def to_json(run: RunRecord) -> dict[str, Any]:
     """Return the JSON form; times are rounded to microseconds."""
-    record = {one.name: getattr(run, one.name) for one in fields(run)}
-    for name in ("target", "traffic", "generator"):
-        record[name] = asdict(record[name])
-    for name in ("warm_up_s", "until_s", "ended_s"):
-        record[name] = _rounded(record[name])
-    return {"format": FORMAT, **record, "requests": [_request_to_json(one) for one in run.requests]}
+    form: dict[str, Any] = _ADAPTER.dump_python(run, mode="json", exclude_none=True)
+    return form
 
 
 def from_json(record: Mapping[str, Any]) -> RunRecord:
@@ -198,40 +204,8 @@ def from_json(record: Mapping[str, Any]) -> RunRecord:
     Raises:
         ValueError: it is none, or of another version.
     """
-    if record.get("format") != FORMAT:
-        raise ValueError(f"no record of a run in format {FORMAT}")
     try:
-        values = {name: value for name, value in record.items() if name != "format"}
-        values["target"] = TargetRecord(**values["target"])
-        values["traffic"] = TrafficRecord(**values["traffic"])
-        values["generator"] = GeneratorRecord(**values["generator"])
-        values["requests"] = tuple(map(_request_from_json, values["requests"]))
-        return RunRecord(**values)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a record of a run: {error}") from error
-
-
-def _request_to_json(one: RequestMeasurement) -> dict[str, Any]:
-    record = {item.name: getattr(one, item.name) for item in fields(one)}
-    offered = asdict(one.offered)
-    offered["planned_s"] = _rounded(one.offered.planned_s)
-    record["offered"] = offered
-    for name in ("sent_s", "ended_s"):
-        record[name] = _rounded(record[name])
-    record["chunk_times_s"] = [_rounded(at) for at in one.chunk_times_s]
-    return {name: value for name, value in record.items() if value not in (None, "")}
-
-
-def _request_from_json(record: Mapping[str, Any]) -> RequestMeasurement:
-    return RequestMeasurement(
-        **{
-            **record,
-            "offered": Offered(**record["offered"]),
-            "outcome": Outcome(record["outcome"]),
-            "chunk_times_s": tuple(record["chunk_times_s"]),
-        }
-    )
-
-
-def _rounded(seconds: float) -> float:
-    return round(seconds, _DECIMALS)
+        return _ADAPTER.validate_python(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"not a record of a run in format 1: {first['loc']}: {first['msg']}") from error

@@ -19,6 +19,7 @@ MIN_BEYOND: Final = 5
 """Observations on the rarer side of a quantile without which it is not estimated."""
 CONFIDENCE: Final = 0.95
 NUM_RESAMPLES: Final = 1000
+Indices = np.ndarray[tuple[int], np.dtype[np.intp]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +56,18 @@ def quantile(values: Sequence[float], at: float, independent: int | None = None)
     """
     if (len(values) if independent is None else independent) < needed(at):
         return None
-    return float(np.quantile(np.asarray(values, dtype=np.float64), at))
+    return float(np.quantile(values, at))
 
 
 def distribution(values: Sequence[float], independent: int | None = None) -> Distribution:
     """Return a sample in figures; `independent` as in `quantile`."""
     if not values:
         return Distribution(0)
-    sample = np.asarray(values, dtype=np.float64)
     p50, p90, p99 = (quantile(values, at, independent) for at in (0.5, 0.9, 0.99))
-    return Distribution(len(values), float(sample.mean()), p50, p90, p99, float(sample.max()))
+    return Distribution(len(values), float(np.mean(values)), p50, p90, p99, max(values))
 
 
-def quantile_interval(values: Sequence[float], at: float, confidence: float = CONFIDENCE) -> Interval | None:
+def quantile_interval(values: Sequence[float], at: float) -> Interval | None:
     """Return a quantile of independent observations with its interval; None when there are too few.
 
     The bounds are order statistics whose ranks come from the binomial distribution, so that nothing
@@ -76,17 +76,13 @@ def quantile_interval(values: Sequence[float], at: float, confidence: float = CO
     estimate = quantile(values, at)
     if estimate is None:
         return None
-    ordered, count = sorted(values), len(values)
-    tail = (1 - confidence) / 2
-    below = int(stats.binom.ppf(tail, count, at))
-    above = int(stats.binom.ppf(1 - tail, count, at)) + 1
-    # Ranks count from 1. One that the sample does not have is no bound.
-    low = ordered[below - 1] if below >= 1 else None
-    high = ordered[above - 1] if above <= count else None
+    found = stats.quantile_test(values, p=at).confidence_interval(CONFIDENCE)
+    # A rank that the sample does not have is no bound.
+    low, high = (None if math.isnan(bound) else float(bound) for bound in (found.low, found.high))
     return Interval(estimate, low, high)
 
 
-def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
     """Return the mean of repeats with its interval by Student's t; no bounds for fewer than two.
 
     Raises:
@@ -94,16 +90,14 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> In
     """
     if not values:
         raise ValueError("no values to average")
-    sample = np.asarray(values, dtype=np.float64)
-    mean = float(sample.mean())
+    mean = float(np.mean(values))
     if len(values) < 2:
         return Interval(mean, None, None)
-    error = float(sample.std(ddof=1)) / math.sqrt(len(values))
-    half = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1)) * error
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stats.sem(values))
     return Interval(mean, mean - half, mean + half)
 
 
-def ratio_interval(over: Sequence[float], under: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def ratio_interval(over: Sequence[float], under: Sequence[float]) -> Interval:
     """Return the geometric mean of paired ratios, with its interval by Student's t on their logarithms.
 
     The pairs are repeats taken side by side in time, so that a drift of the machine cancels.
@@ -113,7 +107,7 @@ def ratio_interval(over: Sequence[float], under: Sequence[float], confidence: fl
     """
     if not over or len(over) != len(under) or min(*over, *under) <= 0:
         raise ValueError("a ratio wants pairs of positive values")
-    logs = mean_interval([math.log(a / b) for a, b in zip(over, under, strict=True)], confidence)
+    logs = mean_interval([math.log(a / b) for a, b in zip(over, under, strict=True)])
     low, high = (None if bound is None else math.exp(bound) for bound in (logs.low, logs.high))
     return Interval(math.exp(logs.value), low, high)
 
@@ -124,7 +118,6 @@ def quantile_ratio_interval(
     at: float,
     *,
     seed: int = 1,
-    confidence: float = CONFIDENCE,
 ) -> Interval | None:
     """Return the ratio of one quantile of two samples, with its interval; None when there is too little.
 
@@ -133,25 +126,20 @@ def quantile_ratio_interval(
     """
     if min(len(over), len(under)) < needed(at):
         return None
-    rng = np.random.default_rng(seed)
-    ours, theirs = (_resampled_quantiles(clusters, at, rng) for clusters in (over, under))
-    plain = [float(np.quantile(np.concatenate([*map(np.asarray, one)]), at)) for one in (over, under)]
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(ours / theirs, [tail, 1 - tail])
-    return Interval(plain[0] / plain[1], float(low), float(high))
+    ours, theirs = ([np.asarray(cluster) for cluster in clusters] for clusters in (over, under))
 
+    def ratio(drawn: Indices, against: Indices) -> float:
+        above = np.quantile(np.concatenate([ours[index] for index in drawn]), at)
+        return float(above / np.quantile(np.concatenate([theirs[index] for index in against]), at))
 
-def _resampled_quantiles(
-    clusters: Sequence[Sequence[float]], at: float, rng: np.random.Generator
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return the quantile of each bootstrap sample, found by how often each cluster is drawn."""
-    values = np.concatenate([np.asarray(cluster, dtype=np.float64) for cluster in clusters])
-    owners = np.repeat(np.arange(len(clusters)), [len(cluster) for cluster in clusters])
-    order = np.argsort(values)
-    values, owners = values[order], owners[order]
-    quantiles = np.empty(NUM_RESAMPLES)
-    for index in range(NUM_RESAMPLES):
-        drawn = rng.integers(len(clusters), size=len(clusters))
-        below = np.cumsum(np.bincount(drawn, minlength=len(clusters))[owners])
-        quantiles[index] = values[np.searchsorted(below, at * below[-1])]
-    return quantiles
+    each_once = (np.arange(len(over)), np.arange(len(under)))
+    low, high = stats.bootstrap(
+        each_once,
+        ratio,
+        n_resamples=NUM_RESAMPLES,
+        vectorized=False,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        random_state=np.random.default_rng(seed),
+    ).confidence_interval
+    return Interval(ratio(*each_once), float(low), float(high))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from octavo_lab.load.records import LATE_S, Outcome, RequestMeasurement, RunRecord
@@ -25,10 +25,10 @@ class Slo:
 
     def met_by(self, one: RequestMeasurement) -> bool:
         """Return whether a request was answered within all bounds; what was not measured breaks none."""
-        if one.outcome is not Outcome.OK:
-            return False
         values = ((one.ttft_s, self.ttft_s), (one.tpot_s, self.tpot_s), (one.e2e_s, self.e2e_s))
-        return all(value is None or bound is None or value <= bound for value, bound in values)
+        return one.outcome is Outcome.OK and all(
+            value is None or bound is None or value <= bound for value, bound in values
+        )
 
 
 ANSWERED = Slo()
@@ -84,71 +84,64 @@ def summarize(run: RunRecord, slo: Slo = ANSWERED) -> Summary:
     measured, window_s = run.measured, run.window_s
     done = [one for one in measured if one.outcome is Outcome.OK]
     outcomes = Counter(one.outcome for one in measured)
-    good = sum(map(slo.met_by, measured))
-    gaps = [gap for one in done for gap in one.gaps_s]
-    first = min((one.offered.planned_s for one in measured), default=run.warm_up_s)
-    makespan_s = max((one.ended_s for one in done), default=first) - first
+    first_s = min((one.offered.planned_s for one in measured), default=run.warm_up_s)
+    makespan_s = max((one.ended_s for one in done), default=first_s) - first_s
     answered = [one for one in run.requests if one.outcome is Outcome.OK and run.in_window(one.ended_s)]
     output_tokens = sum(one.output_tokens for one in done)
+    told = [one for one in done if one.cached_tokens is not None]
+    cached_share = _per(sum(one.cached_tokens or 0 for one in told), sum(map(_prompt_tokens, told)))
     return Summary(
         requests=len(measured),
         window_s=window_s,
         outcomes={outcome.value: outcomes[outcome] for outcome in Outcome},
         reasons=dict(Counter(one.reason or one.outcome for one in measured if one.outcome is not Outcome.OK)),
         requests_per_s=_per(len(answered), window_s),
-        output_tokens_per_s=_per(_tokens_within(run.requests, run.warm_up_s, run.until_s), window_s),
+        output_tokens_per_s=_per(_tokens_within_window(run), window_s),
         makespan_output_tokens_per_s=_per(output_tokens, makespan_s),
-        prompt_tokens=sum(_prompt_tokens(one) for one in done),
+        prompt_tokens=sum(map(_prompt_tokens, done)),
         output_tokens=output_tokens,
-        cached_share=_cached_share(done),
-        ttft_s=distribution(_known(one.ttft_s for one in done)),
-        tpot_s=distribution(_known(one.tpot_s for one in done)),
-        itl_s=distribution(gaps, independent=sum(len(one.chunk_times_s) > 1 for one in done)),
-        e2e_s=distribution([one.e2e_s for one in done]),
-        queue_s=distribution(_known(one.queue_s for one in done)),
+        cached_share=cached_share if told else None,
+        ttft_s=_of_known(one.ttft_s for one in done),
+        tpot_s=_of_known(one.tpot_s for one in done),
+        itl_s=distribution(
+            [gap for one in done for gap in one.gaps_s],
+            independent=sum(len(one.chunk_times_s) > 1 for one in done),
+        ),
+        e2e_s=_of_known(one.e2e_s for one in done),
+        queue_s=_of_known(one.queue_s for one in done),
         goodput_per_s=_per(sum(map(slo.met_by, answered)), window_s),
-        good_share=_per(good, len(measured)),
+        good_share=_per(sum(map(slo.met_by, measured)), len(measured)),
         slo=str(slo),
         late_sends=sum(one.lateness_s > LATE_S for one in measured),
-        lateness_s=distribution([one.lateness_s for one in measured]),
+        lateness_s=_of_known(one.lateness_s for one in measured),
     )
 
 
 def by_kind(run: RunRecord) -> dict[str, list[RequestMeasurement]]:
     """Return the measured requests by their class or bucket."""
-    kinds: dict[str, list[RequestMeasurement]] = {}
-    for one in run.measured:
-        kinds.setdefault(one.offered.kind, []).append(one)
-    return dict(sorted(kinds.items()))
+    kinds = sorted({one.offered.kind for one in run.measured})
+    return {kind: [one for one in run.measured if one.offered.kind == kind] for kind in kinds}
 
 
-def _tokens_within(requests: Iterable[RequestMeasurement], since_s: float, until_s: float) -> float:
-    """Return the tokens that came in a stretch of time; those of one request are spread over its messages.
+def _tokens_within_window(run: RunRecord) -> float:
+    """Return the tokens that came within the window; those of one request are spread over its messages.
 
     Requests that the generator cut off at the end of its drain were being served, and count; those that
     failed do not.
     """
-    total = 0.0
-    for one in requests:
-        if one.chunk_times_s and one.outcome in (Outcome.OK, Outcome.ABANDONED):
-            inside = sum(since_s <= at <= until_s for at in one.chunk_times_s)
-            total += one.output_tokens * inside / len(one.chunk_times_s)
-    return total
-
-
-def _cached_share(done: Sequence[RequestMeasurement]) -> float | None:
-    told = [one for one in done if one.cached_tokens is not None]
-    if not told:
-        return None
-    return _per(sum(one.cached_tokens or 0 for one in told), sum(map(_prompt_tokens, told)))
+    return sum(
+        one.output_tokens * sum(map(run.in_window, one.chunk_times_s)) / len(one.chunk_times_s)
+        for one in run.requests
+        if one.chunk_times_s and one.outcome in (Outcome.OK, Outcome.ABANDONED)
+    )
 
 
 def _prompt_tokens(one: RequestMeasurement) -> int:
     return one.offered.prompt_tokens if one.prompt_tokens is None else one.prompt_tokens
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+def _of_known(values: Iterable[float | None]) -> Distribution:
+    return distribution([value for value in values if value is not None])
 
 
 def _per(amount: float, whole: float) -> float:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol
 
-from octavo_lab.load.records import Outcome, TargetRecord
-
-Turn = Mapping[str, str]
-"""One message of a conversation: `role` and `content`."""
+from octavo_lab.load.records import Answer, TargetRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One request to send. `prompt` is text, token ids, or the messages of a conversation."""
+    """One request to send."""
 
-    prompt: str | Sequence[int] | Sequence[Turn]
+    prompt: str | Sequence[int] | Sequence[Mapping[str, str]]
+    """Text, token ids, or the messages of a conversation, each with `role` and `content`."""
     prompt_tokens: int
     output_tokens: int
     kind: str = ""
@@ -25,18 +22,12 @@ class PlannedRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further options, by the names of `octavo.types.GenerateOptions`: priority, deadline, may_trim..."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """How a request ended; fields as in `RequestRecord`."""
-
-    outcome: Outcome = Outcome.OK
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    cached_tokens: int | None = None
-    queue_s: float | None = None
-    preemptions: int | None = None
-    reason: str = ""
+    @property
+    def form(self) -> Literal["text", "tokens", "messages"]:
+        """What the prompt is."""
+        if not self.prompt or isinstance(self.prompt, str):
+            return "text"
+        return "tokens" if isinstance(self.prompt[0], int) else "messages"
 
 
 class Sink(Protocol):
@@ -47,20 +38,14 @@ class Sink(Protocol):
 
 
 class LoadTarget(Protocol):
-    """A service under test, for as long as an `async with` lasts."""
+    """A service under test, ready to be asked."""
 
     @property
     def record(self) -> TargetRecord:
-        """What is driven; complete once it is entered."""
+        """What is driven."""
 
     async def ask(self, request: PlannedRequest, sink: Sink) -> Answer:
         """Send a request and follow it to its end.
 
         What the service does wrong is an outcome, not an exception. Cancelling cancels the request.
         """
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from octavo.aio import AsyncClient
 from octavo.errors import OctavoError
@@ -23,11 +23,9 @@ async def status_told(
     began = loop.time()
 
     async def watch() -> None:
-        try:
+        with suppress(OctavoError):
             async for status in client.watch_status(interval_s):
                 note(status, loop.time() - began)
-        except OctavoError:
-            return
 
     task = asyncio.create_task(watch())
     try:

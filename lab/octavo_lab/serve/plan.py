@@ -9,18 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from octavo_lab.command import BenchError
-from octavo_lab.datasets import tokenizers
-from octavo_lab.datasets.load import Dataset, DatasetConfig
-from octavo_lab.datasets.tokenizers import Tokenizer
+from octavo_lab.datasets.load import Dataset, DatasetConfig, load
+from octavo_lab.datasets.tokenizers import FileTokenizer, ServiceTokenizer, Tokenizer
 from octavo_lab.load.arrivals import Bursty, Closed, Even, Gamma, Poisson, Process, Replay
 from octavo_lab.load.generator import Traffic, requests_needed
 from octavo_lab.load.summary import ANSWERED, Slo
 from octavo_lab.load.targets.octavo import OctavoTarget
 from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
-from octavo_lab.serve.flags import DEFAULT_REQUESTS
+from octavo_lab.serve import DEFAULT_REQUESTS
 
-_OCTAVO: Final = "127.0.0.1:50051"
-_HTTP: Final = "http://127.0.0.1:8000"
 _DEFAULT_CONTEXT: Final = 2048
 _MOST_PER_SLOT_PER_S: Final = 4
 """Requests that are prepared for each slot of a closed loop and second."""
@@ -30,58 +27,52 @@ _Number = TypeVar("_Number", int, float)
 def target(arguments: argparse.Namespace) -> OctavoTarget | OpenAiTarget:
     """Return the target, not yet entered."""
     options = parse_options(arguments.option)
-    if arguments.target == "octavo":
-        if arguments.connections < 1:
-            raise BenchError("there is at least one connection")
-        if arguments.stop_at_eos:
-            options["ignore_eos"] = False
-        endpoint = arguments.endpoint or os.environ.get("OCTAVO_ENDPOINT") or _OCTAVO
-        return OctavoTarget(
-            endpoint,
-            model=arguments.model,
-            options=options,
-            connections=arguments.connections,
-            api_key=_api_key(arguments) or None,
+    if arguments.target != "octavo":
+        return OpenAiTarget(
+            OpenAiConfig(
+                base_url=arguments.endpoint or "http://127.0.0.1:8000",
+                api=arguments.target,
+                model=arguments.model,
+                api_key=_api_key(arguments),
+                ignore_eos=not arguments.stop_at_eos,
+                options=options,
+            )
         )
-    return OpenAiTarget(
-        OpenAiConfig(
-            base_url=arguments.endpoint or _HTTP,
-            api="chat" if arguments.target == "chat" else "completions",
-            model=arguments.model,
-            api_key=_api_key(arguments),
-            ignore_eos=not arguments.stop_at_eos,
-            options=options,
-        )
+    if arguments.connections < 1:
+        raise BenchError("there is at least one connection")
+    if arguments.stop_at_eos:
+        options["ignore_eos"] = False
+    return OctavoTarget(
+        arguments.endpoint or os.environ.get("OCTAVO_ENDPOINT") or "127.0.0.1:50051",
+        model=arguments.model,
+        options=options,
+        connections=arguments.connections,
+        api_key=_api_key(arguments) or None,
     )
 
 
-def tokenizer(arguments: argparse.Namespace, entered: OctavoTarget | OpenAiTarget) -> Tokenizer:
-    """Return what splits text for a target: the file that was named, or the service itself."""
-    if arguments.tokenizer is not None:
-        return tokenizers.FileTokenizer.named(arguments.tokenizer)
+async def traffic_for(arguments: argparse.Namespace, entered: OctavoTarget | OpenAiTarget) -> Traffic:
+    """Return what to send to a target, and when; its model says what fits, and how text is split."""
     record = entered.record
-    if isinstance(entered, OctavoTarget):
-        return tokenizers.ServiceTokenizer(entered.client, record.model)
-    return tokenizers.HttpTokenizer(record.address, record.model, _api_key(arguments))
-
-
-def dataset_config(arguments: argparse.Namespace, max_model_len: int | None) -> DatasetConfig:
-    """Return the dataset that was asked for, for a model of some context."""
-    return DatasetConfig(
+    tokenizer: Tokenizer
+    if arguments.tokenizer is not None:
+        tokenizer = FileTokenizer(arguments.tokenizer)
+    elif isinstance(entered, OctavoTarget):
+        tokenizer = ServiceTokenizer(entered.client, record.model)
+    else:
+        tokenizer = entered
+    plain = ("prompt_tokens", "output_tokens", "cv", "scale", "traces", "seed")
+    config = DatasetConfig(
         source=arguments.dataset,
-        context=arguments.context or max_model_len or _DEFAULT_CONTEXT,
-        prompt_tokens=arguments.prompt_tokens,
-        output_tokens=arguments.output_tokens,
-        cv=arguments.cv,
-        scale=arguments.scale,
-        traces=arguments.traces,
+        context=arguments.context or record.details.get("max_model_len") or _DEFAULT_CONTEXT,
         buckets=_numbers("--buckets", arguments.buckets, int) if arguments.buckets else (),
-        seed=arguments.seed,
+        **{name: getattr(arguments, name) for name in plain},
     )
+    return traffic(arguments, await load(config, tokenizer))
 
 
 def traffic(arguments: argparse.Namespace, dataset: Dataset) -> Traffic:
-    """Return what to send, and when."""
+    """Return what to send of a dataset, and when."""
     if arguments.warm_up < 0 or (arguments.duration is not None and arguments.duration <= 0):
         raise BenchError("durations must be positive")
     if arguments.requests is not None and arguments.requests < 1:
@@ -140,17 +131,14 @@ def parse_slo(text: str | None) -> Slo:
     Raises:
         BenchError: it is none.
     """
-    if not text:
-        return ANSWERED
     bounds: dict[str, float] = {}
-    for part in text.split(","):
+    for part in text.split(",") if text else ():
         name, _, bound = part.partition("=")
         name = name.strip().lower()
         if name not in ("ttft", "tpot", "e2e"):
             raise BenchError(f"an SLO bounds ttft, tpot or e2e, in milliseconds; got {part.strip()!r}")
-        (value,) = _numbers("--slo", bound, float)
-        bounds[f"{name}_s"] = value / 1000
-    return Slo(**bounds)
+        bounds[f"{name}_s"] = _numbers("--slo", bound, float)[0] / 1000
+    return Slo(**bounds) if bounds else ANSWERED
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Any]:

@@ -10,16 +10,16 @@ import csv
 import json
 import lzma
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from octavo_lab.command import BenchError
 
-AZURE: Final = ("azure-conv", "azure-code")
 MOONCAKE: Final = "mooncake"
 TRACES: Final = {
     "azure-conv": "azure_llm_2023_conv.csv",
@@ -30,8 +30,7 @@ TRACES: Final = {
 TRACES_VARIABLE: Final = "OCTAVO_TRACES"
 MOONCAKE_BLOCK_TOKENS: Final = 512
 """Tokens that one hash of the Mooncake trace stands for."""
-_AZURE_TICKS_PER_S: Final = 10**7
-_MOONCAKE_TICKS_PER_S: Final = 10**3
+_TICKS_PER_S: Final = 10**7
 
 
 class TraceNotFoundError(BenchError):
@@ -67,43 +66,28 @@ def read_trace(name: str, folder: Path | None = None) -> list[TraceRequest]:
             f"no {path.name} in {folder}: without --traces and {TRACES_VARIABLE} the trace that comes with "
             "octavo-lab is read"
         )
-    return read_mooncake(path) if name == MOONCAKE else read_azure(path)
-
-
-def read_azure(path: Path) -> list[TraceRequest]:
-    """Read a trace of AzurePublicDataset (AzureLLMInferenceTrace_*.csv)."""
     with path.open(newline="") as file:
-        rows = [
-            (_azure_ticks(row["TIMESTAMP"]), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ())
-            for row in csv.DictReader(file)
-        ]
-    return _requests(rows, _AZURE_TICKS_PER_S)
-
-
-def _azure_ticks(text: str) -> int:
-    """Return a timestamp with seven decimals, one more than datetime reads."""
-    whole, _, fraction = text.partition(".")
-    seconds = int(datetime.fromisoformat(f"{whole}+00:00").timestamp())
-    return seconds * _AZURE_TICKS_PER_S + int(fraction.ljust(7, "0"))
-
-
-def read_mooncake(path: Path) -> list[TraceRequest]:
-    """Read a Mooncake trace (JSON lines with hash_ids)."""
-    with path.open() as file:
-        rows = [
-            (row["timestamp"], row["input_length"], row["output_length"], tuple(row["hash_ids"]))
-            for row in map(json.loads, file)
-        ]
-    return _requests(rows, _MOONCAKE_TICKS_PER_S)
-
-
-def _requests(rows: Sequence[tuple[int, int, int, tuple[int, ...]]], ticks_per_s: int) -> list[TraceRequest]:
-    start = min(ticks for ticks, *_ in rows)
-    requests = [
-        TraceRequest((ticks - start) / ticks_per_s, max(1, prompt), max(1, output), prefix)
+        rows = sorted(_mooncake(file) if name == MOONCAKE else _azure(file), key=itemgetter(0))
+    return [
+        TraceRequest((ticks - rows[0][0]) / _TICKS_PER_S, max(1, prompt), max(1, output), tuple(prefix))
         for ticks, prompt, output, prefix in rows
     ]
-    return sorted(requests, key=lambda request: request.at)
+
+
+def _azure(file: TextIO) -> Iterator[tuple[int, int, int, Sequence[int]]]:
+    """Read a trace of AzurePublicDataset (AzureLLMInferenceTrace_*.csv); its times have seven decimals."""
+    for row in csv.DictReader(file):
+        whole, _, fraction = row["TIMESTAMP"].partition(".")
+        seconds = int(datetime.fromisoformat(f"{whole}+00:00").timestamp())
+        ticks = seconds * _TICKS_PER_S + int(fraction.ljust(7, "0"))
+        yield ticks, int(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
+
+
+def _mooncake(file: TextIO) -> Iterator[tuple[int, int, int, Sequence[int]]]:
+    """Read a Mooncake trace (JSON lines with hash_ids); its times are milliseconds."""
+    for row in map(json.loads, file):
+        ticks = row["timestamp"] * _TICKS_PER_S // 1000
+        yield ticks, row["input_length"], row["output_length"], row["hash_ids"]
 
 
 def packed(requests: Iterable[TraceRequest]) -> bytes:
@@ -113,8 +97,11 @@ def packed(requests: Iterable[TraceRequest]) -> bytes:
     [first, count, ...].
     """
     requests = list(requests)
-    ticks = [round(request.at * _AZURE_TICKS_PER_S) for request in requests]
-    prefixes = [_runs(request.prefix) for request in requests]
+    ticks = [round(request.at * _TICKS_PER_S) for request in requests]
+    prefixes: list[list[int]] = []
+    for request in requests:
+        runs = (list(run) for _, run in groupby(enumerate(request.prefix), lambda at: at[1] - at[0]))
+        prefixes.append([number for run in runs for number in (run[0][1], len(run))])
     columns = {
         "gaps": [later - earlier for earlier, later in zip([0, *ticks], ticks, strict=False)],
         "prompt_tokens": [request.prompt_tokens for request in requests],
@@ -125,21 +112,11 @@ def packed(requests: Iterable[TraceRequest]) -> bytes:
     return lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)
 
 
-def _runs(hashes: Iterable[int]) -> list[int]:
-    runs: list[int] = []
-    for one in hashes:
-        if runs and one == runs[-2] + runs[-1]:
-            runs[-1] += 1
-        else:
-            runs += [one, 1]
-    return runs
-
-
 def unpacked(content: bytes) -> list[TraceRequest]:
     """Return what was packed."""
     columns: dict[str, Any] = json.loads(lzma.decompress(content))
     return [
-        TraceRequest(ticks / _AZURE_TICKS_PER_S, prompt, output, _hashes(runs))
+        TraceRequest(ticks / _TICKS_PER_S, prompt, output, _hashes(runs))
         for ticks, prompt, output, runs in zip(
             accumulate(columns["gaps"]),
             columns["prompt_tokens"],

@@ -16,8 +16,8 @@ from octavo_lab.datasets.load import DatasetConfig, load
 from octavo_lab.datasets.tokenizers import ServiceTokenizer
 from octavo_lab.load.arrivals import Poisson
 from octavo_lab.load.generator import RunLimits, Traffic, generate
-from octavo_lab.load.records import Outcome, RunRecord, TargetRecord
-from octavo_lab.load.target import Answer, LoadTarget, PlannedRequest, Sink
+from octavo_lab.load.records import Answer, Outcome, RunRecord, TargetRecord
+from octavo_lab.load.target import LoadTarget, PlannedRequest, Sink
 from octavo_lab.load.targets.octavo import OctavoTarget
 from octavo_lab.tune.search import Settings, Trial
 from octavo_lab.tune.target import LatencyTarget, trial_of

@@ -11,8 +11,8 @@ from octavo_lab.chunked.command import as_json, as_text
 from octavo_lab.chunked.experiment import ChunkedConfig, ChunkedResult, compare
 from octavo_lab.command import BenchError
 from octavo_lab.datasets.corpus import Corpus
-from octavo_lab.load.records import Outcome, TargetRecord
-from octavo_lab.load.target import Answer, PlannedRequest, Sink
+from octavo_lab.load.records import Answer, Outcome, TargetRecord
+from octavo_lab.load.target import PlannedRequest, Sink
 
 from tests.unit.lab.virtual import run_virtual
 

@@ -17,9 +17,9 @@ from octavo_lab.load.generator import (
     generate,
     requests_needed,
 )
-from octavo_lab.load.records import Outcome, RunRecord, TargetRecord
+from octavo_lab.load.records import Answer, Outcome, RunRecord, TargetRecord
 from octavo_lab.load.summary import summarize
-from octavo_lab.load.target import Answer, PlannedRequest, Sink
+from octavo_lab.load.target import PlannedRequest, Sink
 
 from tests.unit.lab.virtual import run_virtual, virtual_loop
 

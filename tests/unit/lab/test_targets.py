@@ -14,11 +14,10 @@ from octavo.errors import UnavailableError
 from octavo_lab.command import BenchError
 from octavo_lab.load.arrivals import Closed
 from octavo_lab.load.generator import Traffic, generate
-from octavo_lab.load.records import Outcome
-from octavo_lab.load.target import Answer, PlannedRequest
+from octavo_lab.load.records import Answer, Outcome
+from octavo_lab.load.target import PlannedRequest
 from octavo_lab.load.targets.octavo import OctavoTarget
-from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
-from octavo_lab.load.targets.sse import StreamReader
+from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget, StreamReader
 
 from tests.unit.client.fake_scheduler import FakeOperations, FakeScheduler
 
@@ -150,6 +149,7 @@ class Server:
         self.status = 200
         self.text = ""
         self.models: Any = {"data": [{"id": "m", "max_model_len": 512}]}
+        self.pieces: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Any] = []
         self.paths: list[str] = []
@@ -159,6 +159,7 @@ class Server:
     async def start(self) -> web.AppRunner:
         app = web.Application()
         app.router.add_get("/v1/models", self._list)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/{path:.*}", self._stream)
         runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
@@ -169,6 +170,10 @@ class Server:
 
     async def _list(self, request: web.Request) -> web.Response:
         return web.json_response(self.models)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.json())
+        return web.json_response({"token_strs": self.pieces} if self.pieces else {})
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         self.paths.append(request.path)
@@ -339,6 +344,16 @@ async def test_openai_wrong_kinds_of_prompt_are_said(server: Server) -> None:
         await ask(server, request([1, 2]), api="chat")
     with pytest.raises(BenchError, match="conversations"):
         await ask(server, request([{"role": "user", "content": "Hi"}]))
+
+
+async def test_openai_pieces_are_text_however_a_vocabulary_writes_them(server: Server) -> None:
+    server.pieces = ["Once", "\u0120upon", "\u010a", "\u2581a", " time"]
+    async with OpenAiTarget(OpenAiConfig(base_url=server.url)) as target:
+        assert await target.pieces("Once upon\n a time") == ["Once", " upon", "\n", " a", " time"]
+        server.pieces = []
+        with pytest.raises(BenchError, match="--tokenizer"):
+            await target.pieces("Once")
+    assert (server.bodies[0]["model"], server.bodies[0]["add_special_tokens"]) == ("m", False)
 
 
 @pytest.mark.parametrize("models", [{"data": []}, {"data": [{"id": "a"}, {"id": "b"}]}, [], {"data": [1]}])

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from octavo.errors import DeadlineExceededError, OctavoError, OverloadedError
 
 from octavo_lab.load.records import Outcome
 
 _OOM: Final = re.compile(r"\bOOM\b|out of memory", re.IGNORECASE)
-_OF_STATUS: Final[Mapping[int, Outcome]] = {
+# By the status, or by the type of an error that comes within a stream, when the status is long gone.
+_OUTCOMES: Final[Mapping[int | str | None, Outcome]] = {
     408: Outcome.TIMEOUT,
     429: Outcome.REFUSED,
     503: Outcome.REFUSED,
     504: Outcome.TIMEOUT,
-}
-# The type of an error that comes within a stream, when the status is long gone.
-_OF_TYPE: Final[Mapping[str, Outcome]] = {
     "timeout_error": Outcome.TIMEOUT,
     "rate_limit_error": Outcome.REFUSED,
     "service_unavailable_error": Outcome.REFUSED,
@@ -43,15 +41,19 @@ def of_http(status: int | None, text: str) -> tuple[Outcome, str]:
 
     `status` is None for an error within a stream: then the body must tell.
     """
-    error = _error_of(text)
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = {}
+    # Servers put the error under `error`, or make it the body.
+    error = body.get("error", body) if isinstance(body, dict) else body
+    error = error if isinstance(error, dict) else {"reason": error}
     kind, code = error.get("type"), error.get("code")
     words = [word for word in (error.get("reason"), code, kind) if isinstance(word, str) and word]
     reason = words[0] if words else f"HTTP_{status}" if status is not None else "STREAM_ERROR"
     if isinstance(code, int) and status is None:
         status = code
-    outcome = _OF_STATUS.get(status or 0) or _OF_TYPE.get(
-        kind if isinstance(kind, str) else "", Outcome.ERROR
-    )
+    outcome = _OUTCOMES.get(status) or _OUTCOMES.get(str(kind), Outcome.ERROR)
     if outcome is Outcome.REFUSED and reason in _UNAVAILABLE:
         outcome = Outcome.ERROR
     if outcome is Outcome.ERROR and _OOM.search(text):
@@ -59,11 +61,6 @@ def of_http(status: int | None, text: str) -> tuple[Outcome, str]:
     return outcome, reason[:_MAX_REASON_CHARS]
 
 
-def _error_of(text: str) -> Mapping[str, object]:
-    """Return the error in a body; servers put it under `error`, or make it the body."""
-    try:
-        body = json.loads(text)
-    except ValueError:
-        return {}
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return error if isinstance(error, dict) else {"reason": error}
+def without_key(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as they may be told: without the API key."""
+    return {name: value for name, value in options.items() if name != "api_key"}

@@ -72,7 +72,7 @@ async def generator_agreement() -> Measurement:
     if importlib.util.find_spec("pandas") is None:
         raise RuntimeError("`vllm bench serve` reads its requests with pandas, which is not installed")
     config = DatasetConfig(source="fixed", context=1024, prompt_tokens=96, output_tokens=32)
-    requests = (await load(config, FileTokenizer.named("demo"))).requests(NUM_REQUESTS)
+    requests = (await load(config, FileTokenizer("demo"))).requests(NUM_REQUESTS)
     ours: dict[str, list[Figures]] = {ALONE: [], OPEN_LOOP: []}
     theirs: dict[str, list[Figures]] = {ALONE: [], OPEN_LOOP: []}
     flags = (

@@ -8,8 +8,8 @@ from typing import Self
 
 from octavo_lab.load.arrivals import Even
 from octavo_lab.load.generator import RunLimits, Traffic, generate
-from octavo_lab.load.records import Outcome, RunRecord, TargetRecord
-from octavo_lab.load.target import Answer, PlannedRequest, Sink
+from octavo_lab.load.records import Answer, Outcome, RunRecord, TargetRecord
+from octavo_lab.load.target import PlannedRequest, Sink
 from octavo_lab.tune.served import Judge
 from octavo_lab.tune.target import LatencyTarget
 
