@@ -17,7 +17,7 @@ BENCHES: Final = {
     ),
     "compare": ("octavo_lab.compare", "set runs of `octavo bench serve` side by side"),
     "chunked": (
-        "octavo_lab.chunked.command",
+        "octavo_lab.chunked",
         "what chunked prefill spares running requests while long prompts arrive",
     ),
     "overload": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,9 +14,9 @@ from octavo.steptimes import StepTimes, StepTimesError
 
 from octavo_lab.command import BenchError, Flag, add_flags, claim_folder
 from octavo_lab.datasets.lengths import Drawn
-from octavo_lab.fleet.experiments import CONDITIONS, FleetOutcome, FleetTraffic, Run, execute_all, plan_runs
+from octavo_lab.fleet.arms import FleetConfig
+from octavo_lab.fleet.experiments import CONDITIONS, DEGRADED, FleetTraffic, execute_all, plan_runs
 from octavo_lab.fleet.report import as_record, as_text, write
-from octavo_lab.fleet.workload import FleetConfig
 from octavo_lab.sim import FaultRates
 from scheduler_svc.planlog import PlanLogError
 
@@ -35,8 +35,6 @@ FAULT_CHANCE: Final = 1e-4
 MAX_CHANCE: Final = 0.01
 MIN_DEGRADED_WORKERS: Final = 2
 """One is slow and another leaves."""
-
-
 FLAGS: Final[tuple[Flag, ...]] = (
     ("--requests", int, 3000, "N", "requests in a row per run"),
     ("--seeds", int, 3, "N", "drawings of the traffic"),
@@ -74,14 +72,13 @@ def run(arguments: argparse.Namespace) -> str:
     Raises:
         BenchError: there is no such condition, trace or plan log, or the folder cannot be written.
     """
-
     conditions = arguments.conditions or list(CONDITIONS)
     unknown = sorted(set(conditions) - set(CONDITIONS))
     if unknown:
         raise BenchError(f"no condition {unknown[0]!r}: there are {', '.join(CONDITIONS)}")
     if min(arguments.requests, arguments.seeds, arguments.jobs) < 1 or arguments.load <= 0:
         raise BenchError("requests, seeds, load and jobs must be positive")
-    if arguments.workers < (MIN_DEGRADED_WORKERS if "degraded" in conditions else 1):
+    if arguments.workers < (MIN_DEGRADED_WORKERS if DEGRADED in conditions else 1):
         raise BenchError(f"there must be workers, and with degraded {MIN_DEGRADED_WORKERS} of them")
     traffic = FleetTraffic(
         requests=arguments.requests,
@@ -91,12 +88,22 @@ def run(arguments: argparse.Namespace) -> str:
         lengths=Drawn(arguments.prompt_tokens, arguments.output_tokens, arguments.cv),
         plan_log=arguments.plan_log,
     )
-    runs = plan_runs(conditions, traffic, arguments.seeds, _fleet(arguments))
-    if arguments.out is not None:
-        claim_folder(arguments.out)
+    fleet = FleetConfig(
+        num_workers=arguments.workers, faults=FaultRates(**dict(map(_fault, arguments.fault)))
+    )
+    outcomes = []
     try:
-        outcomes = _simulate(runs, arguments.jobs)
-    except (PlanLogError, OSError) as error:
+        if arguments.steps is not None:
+            worker = replace(fleet.worker, step_times=StepTimes.load(arguments.steps))
+            fleet = replace(fleet, worker=worker)
+        runs = plan_runs(conditions, traffic, arguments.seeds, fleet)
+        if arguments.out is not None:
+            claim_folder(arguments.out)
+        with output.ProgressLine() as progress:
+            for outcome in execute_all(runs, arguments.jobs):
+                outcomes.append(outcome)
+                progress(f"{outcome.condition}: {outcome.arm}", len(outcomes) / len(runs))
+    except (StepTimesError, PlanLogError, OSError) as error:
         raise BenchError(str(error)) from error
     told = json.dumps(as_record(outcomes, runs), indent=2) if arguments.json else as_text(outcomes)
     if arguments.out is not None:
@@ -106,16 +113,6 @@ def run(arguments: argparse.Namespace) -> str:
         except OSError as error:
             raise BenchError(str(error), partial=told) from error
     return told
-
-
-def _fleet(arguments: argparse.Namespace) -> FleetConfig:
-    """Return the fleet that the flags describe."""
-    try:
-        times = StepTimes.builtin() if arguments.steps is None else StepTimes.load(arguments.steps)
-    except StepTimesError as error:
-        raise BenchError(str(error)) from None
-    faults = FaultRates(**dict(map(_fault, arguments.fault)))
-    return FleetConfig(num_workers=arguments.workers, step_times=times, faults=faults)
 
 
 def _fault(text: str) -> tuple[str, float]:
@@ -129,13 +126,3 @@ def _fault(text: str) -> tuple[str, float]:
     if not 0 < value <= MAX_CHANCE:
         raise BenchError(f"{text}: the chance per step must be above 0 and at most {MAX_CHANCE:g}")
     return FAULTS[kind], value
-
-
-def _simulate(runs: Sequence[Run], processes: int) -> list[FleetOutcome]:
-
-    outcomes: list[FleetOutcome] = []
-    with output.ProgressLine() as progress:
-        for outcome in execute_all(runs, processes):
-            outcomes.append(outcome)
-            progress(f"{outcome.condition}: {outcome.arm}", len(outcomes) / len(runs))
-    return outcomes

@@ -22,10 +22,11 @@ from octavo_lab.fleet.experiments import (
     PREFIX,
     FleetOutcome,
     Run,
-    over_seeds,
+    by_seed,
     plus_minus,
     ratio,
 )
+from octavo_lab.load.statistics import Interval, mean_interval
 from octavo_lab.plots import BLUE, GREEN, GREY, RED, log_axis, panels, percent, save, styled
 from octavo_lab.report import table
 
@@ -36,7 +37,8 @@ _COLOURS: Final = {
     "round robin": RED,
     "random": GREY,
 }
-_WAITS: Final[dict[str, Callable[[FleetOutcome], float]]] = {
+_Value = Callable[[FleetOutcome], float]
+_WAITS: Final[dict[str, _Value]] = {
     "TTFT P50 s": lambda one: one.ttft_p50_s,
     "P90 s": lambda one: one.ttft_p90_s,
     "P99 s": lambda one: one.ttft_p99_s,
@@ -44,7 +46,7 @@ _WAITS: Final[dict[str, Callable[[FleetOutcome], float]]] = {
     "TPOT P99 s": lambda one: one.tpot_p99_s,
     "failed": lambda one: float(one.failed),
 }
-_HITS: Final[dict[str, Callable[[FleetOutcome], float]]] = {
+_HITS: Final[dict[str, _Value]] = {
     "hit rate": lambda one: one.hit_rate,
     "share of an unbounded cache": lambda one: one.hit_rate / one.bound_hit_rate,
     "TTFT P50 s": lambda one: one.ttft_p50_s,
@@ -54,12 +56,12 @@ _HITS: Final[dict[str, Callable[[FleetOutcome], float]]] = {
 
 def as_text(outcomes: Sequence[FleetOutcome]) -> str:
     """Return a table per condition, as Markdown."""
-    present = {outcome.condition for outcome in outcomes}
-    return "\n\n".join(
-        f"**{title[0].upper()}{title[1:]}**\n\n{_table(outcomes, condition)}"
-        for condition, title in CONDITIONS.items()
-        if condition in present
-    )
+    titles = {name: f"**{CONDITIONS[name][0].upper()}{CONDITIONS[name][1:]}**" for name in _ran(outcomes)}
+    return "\n\n".join(f"{title}\n\n{_table(outcomes, name)}" for name, title in titles.items())
+
+
+def _ran(outcomes: Sequence[FleetOutcome]) -> list[str]:
+    return [condition for condition in CONDITIONS if _arms(outcomes, condition)]
 
 
 def _arms(outcomes: Sequence[FleetOutcome], condition: str) -> list[str]:
@@ -67,19 +69,20 @@ def _arms(outcomes: Sequence[FleetOutcome], condition: str) -> list[str]:
     return [arm for arm in ARMS_OF[condition] if arm in ran]
 
 
+def _mean(outcomes: Sequence[FleetOutcome], condition: str, arm: str, value: _Value) -> Interval:
+    return mean_interval([*by_seed(outcomes, condition, arm, value).values()])
+
+
 def _table(outcomes: Sequence[FleetOutcome], condition: str) -> str:
     prefix = condition == PREFIX
-    columns = _HITS if prefix else _WAITS
+    columns, last = (_HITS, "hit rate to round robin") if prefix else (_WAITS, "P99 of one queue to this")
     rows = []
     for arm in _arms(outcomes, condition):
-        figures = [over_seeds(outcomes, condition, arm, value) for value in columns.values()]
-        if prefix:
-            compared = plus_minus(ratio(outcomes, PREFIX, (arm, "round robin"), _HITS["hit rate"]))
-        else:
-            to_this = ratio(outcomes, condition, (LATE, arm), _WAITS["P99 s"])
-            compared = "" if arm == LATE else plus_minus(to_this)
-        rows.append((arm, *map(plus_minus, figures), compared))
-    last = "hit rate to round robin" if prefix else "P99 of one queue to this"
+        arms, value = ((arm, "round robin"), _HITS["hit rate"]) if prefix else ((LATE, arm), _WAITS["P99 s"])
+        itself = arm == LATE and not prefix
+        compared = "" if itself else plus_minus(ratio(outcomes, condition, arms, value))
+        means = (plus_minus(_mean(outcomes, condition, arm, value)) for value in columns.values())
+        rows.append((arm, *means, compared))
     return table(("binding", *columns, last), rows)
 
 
@@ -103,15 +106,13 @@ def write(outcomes: Sequence[FleetOutcome], runs: Sequence[Run], folder: Path) -
         OSError: the folder cannot be written.
     """
     ordered = sorted(outcomes, key=lambda o: (list(CONDITIONS).index(o.condition), o.seed, o.arm))
-    record, text = folder / "fleet.json", folder / "fleet.md"
-    record.write_text(json.dumps(as_record(ordered, runs), indent=1) + "\n")
-    text.write_text(as_text(ordered) + "\n")
-    paths = [record, text]
-    conditions = [name for name in CONDITIONS if name in {outcome.condition for outcome in outcomes}]
-    waits = [name for name in conditions if name != PREFIX]
+    paths = [folder / "fleet.json", folder / "fleet.md"]
+    paths[0].write_text(json.dumps(as_record(ordered, runs), indent=1) + "\n")
+    paths[1].write_text(as_text(ordered) + "\n")
+    waits = [name for name in _ran(ordered) if name != PREFIX]
     with styled():
         figures = {"fleet_ttft": _wait_figure(ordered, waits, runs[0].fleet.num_workers)} if waits else {}
-        if PREFIX in conditions:
+        if PREFIX in _ran(ordered):
             figures["fleet_prefix"] = _prefix_figure(ordered)
         for name, figure in figures.items():
             for kind in ("png", "svg"):
@@ -138,15 +139,13 @@ def _survival(panel: Axes, outcomes: Sequence[FleetOutcome], condition: str) -> 
         middle = np.median(np.array(drawn), axis=0)
         width = 2.6 if arm == LATE else 1.5
         panel.plot(middle[shown], left[shown], color=_COLOURS[arm], linewidth=width, label=arm)
-    panel.set_xscale("log")
-    panel.set_yscale("log")
-    panel.set_xlim(left=0.1)
-    panel.set_ylim(2e-3, 1.0)
+    panel.set(
+        xscale="log", yscale="log", xlim=(0.1, None), ylim=(2e-3, 1), xlabel="seconds to the first token"
+    )
     panel.axhline(0.01, color="black", linewidth=0.8, linestyle=":")
     panel.annotate("P99", (0.11, 0.0107), fontsize=8)
     log_axis(panel.xaxis)
     panel.yaxis.set_major_formatter(percent)
-    panel.set_xlabel("seconds to the first token")
     panel.set_title(CONDITIONS[condition], fontsize=10)
     panel.legend(fontsize=9, loc="upper right")
 
@@ -154,13 +153,13 @@ def _survival(panel: Axes, outcomes: Sequence[FleetOutcome], condition: str) -> 
 def _prefix_figure(outcomes: Sequence[FleetOutcome]) -> Figure:
     figure, (panel,) = panels((5.6, 2.8))
     arms = _arms(outcomes, PREFIX)[::-1]
-    rates = [over_seeds(outcomes, PREFIX, arm, lambda one: one.hit_rate) for arm in arms]
-    values = [one.value for one in rates]
+    rates = [_mean(outcomes, PREFIX, arm, lambda one: one.hit_rate) for arm in arms]
     spread = [0.0 if one.high is None else one.high - one.value for one in rates]
-    panel.barh(arms, values, xerr=spread, color=[_COLOURS[arm] for arm in arms], height=0.6)
-    for arm, value in zip(arms, values, strict=True):
-        panel.annotate(f"{value:.1%}", (0.004, arm), va="center", color="white", fontweight="bold")
-    bound = over_seeds(outcomes, PREFIX, LATE, lambda one: one.bound_hit_rate).value
+    colours = [_COLOURS[arm] for arm in arms]
+    panel.barh(arms, [one.value for one in rates], xerr=spread, color=colours, height=0.6)
+    for arm, rate in zip(arms, rates, strict=True):
+        panel.annotate(f"{rate.value:.1%}", (0.004, arm), va="center", color="white", fontweight="bold")
+    bound = _mean(outcomes, PREFIX, LATE, lambda one: one.bound_hit_rate).value
     panel.axvline(bound, color="black", linewidth=1.0, linestyle="--")
     place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "ha": "right"}
     panel.annotate(f"cache without bounds {bound:.1%} ", (bound, 1.02), **place)

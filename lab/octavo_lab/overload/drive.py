@@ -46,16 +46,13 @@ class Mix:
     def requests(self, count: int, seed: int) -> list[PlannedRequest]:
         """Return so many requests."""
         rng = random.Random(seed)
-        made = []
-        for _ in range(count):
+
+        def one() -> PlannedRequest:
             prompt = [rng.randrange(*self.vocabulary) for _ in range(rng.randint(*self.prompt_tokens))]
-            output = rng.randint(*self.output_tokens)
-            made.append(
-                PlannedRequest(
-                    prompt=prompt, prompt_tokens=len(prompt), output_tokens=output, options=self.options
-                )
-            )
-        return made
+            tokens = {"prompt_tokens": len(prompt), "output_tokens": rng.randint(*self.output_tokens)}
+            return PlannedRequest(prompt=prompt, **tokens, options=self.options)
+
+        return [one() for _ in range(count)]
 
 
 def seats_of(details: Mapping[str, Any]) -> int:

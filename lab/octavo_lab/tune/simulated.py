@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 from octavo.steptimes import StepTimes
 
-from octavo_lab.fleet.arms import LATE, simulate
-from octavo_lab.fleet.workload import FleetConfig
+from octavo_lab.fleet.arms import LATE, FleetConfig, simulate
 from octavo_lab.load.records import Offered, Outcome, RequestMeasurement
-from octavo_lab.sim import SimResult, poisson, request_of
+from octavo_lab.sim import SimResult, SimWorkerConfig, poisson, request_of
 from octavo_lab.traces import TraceRequest
 from octavo_lab.tune.search import Settings, Trial
 from octavo_lab.tune.target import LatencyTarget, trial_of
@@ -48,14 +47,15 @@ class SimulatedTrials:
         """Run one trial; virtual time costs little, so none is stopped early."""
         worker, target = self._worker, self._target
         share = settings.gpu_memory_utilization or 1.0
-        fleet = FleetConfig(
-            num_workers=1,
+        simulated = SimWorkerConfig(
+            worker_id="w",
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             block_size=worker.block_size,
             num_blocks=int(worker.num_blocks * share),
             max_model_len=worker.max_model_len,
             step_times=worker.step_times,
+            prefix_caching=False,
         )
         rng = random.Random(self._seed)  # for repetition, not for secrets
         times = poisson(rate_per_s, rng)
@@ -64,7 +64,12 @@ class SimulatedTrials:
             at = next(times)
             spec = request_of(TraceRequest(at, prompt, output), f"r{number}", number, worker.block_size)
             jobs.append((at, replace(spec, root_key=b"")))
-        results = simulate(LATE, jobs, fleet, CoreConfig(max_waiting_requests=len(jobs) + 1))
+        results = simulate(
+            LATE,
+            jobs,
+            FleetConfig(num_workers=1, worker=simulated),
+            CoreConfig(max_waiting_requests=len(jobs) + 1),
+        )
         return trial_of(settings, rate_per_s, target, [_measured(*one) for one in enumerate(results)])
 
 
