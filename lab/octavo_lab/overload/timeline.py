@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
+
+import numpy as np
 
 from octavo_lab.load.records import Outcome, RequestMeasurement, RunRecord
 from octavo_lab.load.statistics import needed, quantile
@@ -63,10 +64,13 @@ class Timeline:
         return max(0.0, max(above, default=0.0) - self.overload_to_s)
 
     @property
+    def _baseline(self) -> list[float]:
+        return _ttfts(self.between(self.baseline_from_s, self.overload_from_s))
+
+    @property
     def latency_quantile(self) -> float | None:
         """The highest of QUANTILES that the baseline has enough requests for; None: there is none."""
-        baseline = _ttfts(self.between(self.baseline_from_s, self.overload_from_s))
-        return next((at for at in QUANTILES if len(baseline) >= needed(at)), None)
+        return next((at for at in QUANTILES if len(self._baseline) >= needed(at)), None)
 
     @property
     def latency_back_s(self) -> float | None:
@@ -78,16 +82,15 @@ class Timeline:
         at = self.latency_quantile
         if at is None:
             return None
-        baseline = quantile(_ttfts(self.between(self.baseline_from_s, self.overload_from_s)), at)
-        assert baseline is not None
-        end = self.run.until_s
-        for step in range(math.ceil((end - self.overload_to_s) / _STEP_S)):
-            after = self.between(self.overload_to_s + step * _STEP_S, end)
+        bound_s = WITHIN * float(np.quantile(self._baseline, at))
+        for since_s in np.arange(self.overload_to_s, self.run.until_s, _STEP_S).tolist():
+            after = self.between(since_s, self.run.until_s)
             if len(after) < _LEAST_REQUESTS:
                 break
             parts = after, after[:_LEAST_REQUESTS]
-            if all(_slow(part, WITHIN * baseline) <= (1 - at) * len(part) + 1e-9 for part in parts):
-                return step * _STEP_S
+            quick = [sum(ttft_s <= bound_s for ttft_s in _ttfts(part)) for part in parts]
+            if all(at * len(part) <= count + 1e-9 for part, count in zip(parts, quick, strict=True)):
+                return float(since_s - self.overload_to_s)
         return None
 
     @property
@@ -98,7 +101,6 @@ class Timeline:
 
     def as_record(self) -> dict[str, Any]:
         """Return everything as plain values, for JSON."""
-        end = self.run.until_s
         return {
             "calibration": asdict(self.calibration),
             "slo": str(self.slo),
@@ -108,7 +110,7 @@ class Timeline:
             "latency_quantile": self.latency_quantile,
             "baseline": self.phase(self.baseline_from_s, self.overload_from_s),
             "overload": self.phase(self.overload_from_s, self.overload_to_s),
-            "recovery": self.phase(self.overload_to_s, end),
+            "recovery": self.phase(self.overload_to_s, self.run.until_s),
             "target": asdict(self.run.target),
             "traffic": asdict(self.run.traffic),
             "looks": [asdict(look) for look in self.looks],
@@ -117,8 +119,3 @@ class Timeline:
 
 def _ttfts(requests: Sequence[RequestMeasurement]) -> list[float]:
     return [one.ttft_s for one in requests if one.outcome is Outcome.OK and one.ttft_s is not None]
-
-
-def _slow(requests: Sequence[RequestMeasurement], bound_s: float) -> int:
-    """Return how many had no first token within a time, or no answer."""
-    return len(requests) - sum(ttft_s <= bound_s for ttft_s in _ttfts(requests))
