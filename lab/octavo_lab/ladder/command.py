@@ -15,8 +15,7 @@ from octavo.cli import output
 from octavo.cli.durations import duration
 
 from octavo_lab.command import BenchError, BenchInterrupted, claim_folder
-from octavo_lab.ladder.arms import ARMS
-from octavo_lab.ladder.config import PRESETS, RUNGS, LadderConfig
+from octavo_lab.ladder.config import ARMS, PRESETS, RUNGS, LadderConfig
 from octavo_lab.ladder.experiment import Experiment, config_of
 from octavo_lab.ladder.explain import headlines
 from octavo_lab.ladder.pages import write

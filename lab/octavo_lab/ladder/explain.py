@@ -9,10 +9,9 @@ from importlib import resources
 from statistics import fmean
 from typing import Any, Final
 
-from octavo_lab.ladder.arms import ARMS, CONTROL
-from octavo_lab.ladder.compare import ARTICLES, differs
+from octavo_lab.ladder.config import ARMS, CONTROL
 from octavo_lab.ladder.figures import Figures, Latency, Quantile
-from octavo_lab.ladder.report import LadderReport
+from octavo_lab.ladder.report import ARTICLES, LadderReport, differs
 from octavo_lab.load.statistics import Interval, needed
 from octavo_lab.report import MISSING, bounded, seconds, share
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from octavo_lab import report as made
-from octavo_lab.ladder.arms import ARMS
-from octavo_lab.ladder.config import OVERLOAD, RUNGS, LadderConfig
+from octavo_lab.ladder.config import ARMS, OVERLOAD, RUNGS, LadderConfig
 from octavo_lab.ladder.explain import headlines, interval, legend, paragraphs, quantile, short, three
 from octavo_lab.ladder.figures import Figures, Latency
 from octavo_lab.ladder.plots import Plot, plots

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import psutil
 from octavo.stack import Stack, StackConfig, StackError
 
 from octavo_lab.command import BenchError
-from octavo_lab.ladder.arms import Arm, StaticSettings
-from octavo_lab.ladder.config import LadderConfig
+from octavo_lab.ladder.config import Arm, LadderConfig, StaticSettings
 from octavo_lab.machine import tree_bytes
 
 _SPARE_BYTES: Final = 1 << 30
@@ -40,48 +39,48 @@ class ArmStacks:
             BenchError: it does not start; the message has its own word why.
         """
         wanted = self._config.scheduler_args(arm, static)
-        stack, current = self._stacks.pop(arm.name, (None, ()))
+        stack, current = self._stacks.get(arm.name, (None, ()))
+        if stack is not None and not all(child.alive for child in stack.children):
+            self._on_event(f"{arm.name}: a process had ended and is started again")
+            self.drop(arm.name)
+            stack = None
         try:
-            if stack is not None and not all(child.alive for child in stack.children):
-                self._on_event(f"{arm.name}: a process had ended and is started again")
-                stack.stop()
-                stack = None
             if stack is None:
-                self._make_room()
                 stack = self._start(arm, wanted)
             elif current != wanted:
                 stack.restart_scheduler(wanted)
                 stack.wait_ready(self._config.ready_timeout_s)
         except StackError as error:
-            if stack is not None:
-                stack.stop()
+            self.drop(arm.name)
             raise BenchError(f"{arm.title}: {error} (logs are in {self._logs})") from None
+        self._stacks.pop(arm.name, None)
         self._stacks[arm.name] = (stack, wanted)
         return stack
 
-    def drop(self, arm: Arm) -> None:
+    def drop(self, name: str) -> None:
         """End the stack of an arm, if there is one: what it is asked next begins with a new one."""
-        stack, _ = self._stacks.pop(arm.name, (None, ()))
-        if stack is not None:
-            stack.stop()
+        if name in self._stacks:
+            self._stacks.pop(name)[0].stop()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End all."""
-        while self._stacks:
-            self._stacks.popitem()[1][0].stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+        for name in list(self._stacks):
+            self.drop(name)
 
     def _start(self, arm: Arm, scheduler_args: tuple[str, ...]) -> Stack:
-        config, folder = self._config, self._logs / arm.name
-        worker_args = config.worker_args(arm)
+        """Start a stack; the least recently used are ended first until another one fits into memory."""
+        wanted = _GROWTH * self._stack_bytes + _SPARE_BYTES
+        while self._stacks and psutil.virtual_memory().available < wanted:
+            name = next(iter(self._stacks))
+            self.drop(name)
+            self._on_event(f"{name}: ended to make room in memory; it is started again when its turn comes")
+        config = self._config
         stack = Stack(
             StackConfig(
-                model=config.model, scheduler_args=scheduler_args, worker_args=worker_args, folder=folder
+                model=config.model,
+                scheduler_args=scheduler_args,
+                worker_args=config.worker_args(arm),
+                folder=self._logs / arm.name,
             )
         )
         try:
@@ -93,11 +92,3 @@ class ArmStacks:
         resident_bytes = sum(tree_bytes(child.process.pid) for child in stack.children)
         self._stack_bytes = max(self._stack_bytes, resident_bytes)
         return stack
-
-    def _make_room(self) -> None:
-        """End stacks, the least recently used first, until another one fits into memory."""
-        wanted = _GROWTH * self._stack_bytes + _SPARE_BYTES
-        while self._stacks and psutil.virtual_memory().available < wanted:
-            name = next(iter(self._stacks))
-            self._stacks.pop(name)[0].stop()
-            self._on_event(f"{name}: ended to make room in memory; it is started again when its turn comes")
