@@ -17,8 +17,7 @@ from octavo.cli.durations import duration
 from octavo_lab.command import BenchError, BenchInterrupted, claim_folder
 from octavo_lab.ladder.config import ARMS, PRESETS, RUNGS, LadderConfig
 from octavo_lab.ladder.experiment import Experiment, config_of
-from octavo_lab.ladder.explain import headlines
-from octavo_lab.ladder.pages import write
+from octavo_lab.ladder.pages import headlines, write
 from octavo_lab.ladder.report import make_report
 from octavo_lab.ladder.workload import Workload
 from octavo_lab.report import table

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from octavo_lab.ladder.config import ARMS, CONTROL, SUBJECT
-from octavo_lab.ladder.explain import WORDS, said
 from octavo_lab.ladder.figures import CDF_POINTS, Figures, Quantile
 from octavo_lab.ladder.report import LadderReport
 from octavo_lab.plots import GREEN, GREY, INK, RED, legend, log_axis, panels, percent, styled, svg
@@ -22,34 +19,20 @@ _ORANGE: Final = "#e07b39"
 _BLUE: Final = "#5b8def"
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """One plot, in a file of its own beside the report."""
-
-    file: str
-    title: str
-    caption: str
-    """What is seen."""
-    svg: str
-
-
-def plots(report: LadderReport) -> Iterator[Plot]:
-    """Yield each plot that there is data for."""
+def plots(report: LadderReport) -> Iterator[tuple[str, float, str]]:
+    """Yield each plot that there is data for: its name, the rate that it is of, and itself as SVG."""
     if not report.figures:
         return
     measured = {rung for _, rung in report.figures}
     rung = next(one for one in (report.comparison.control_rung, *report.rungs) if one in measured)
-    figures = {"latency": _latency, "throughput": _throughput} if len(report.rungs) > 1 else {}
-    for name, draw in (figures | {"memory": _memory}).items():
-        yield _plot(name, 0.0, partial(draw, report))
-    for name, draw_rows in (("distributions", _distributions), ("queue", _queues)):
-        yield _plot(name, report.rungs[rung], partial(draw_rows, report.at(rung)))
-
-
-def _plot(name: str, rate: float, draw: Callable[[], Figure]) -> Plot:
-    words = WORDS["plots"][name]
+    rows = report.at(rung)
     with styled():
-        return Plot(f"{name}.svg", words["title"], said(words["caption"], rate=rate), svg(draw()))
+        if len(report.rungs) > 1:
+            yield "latency", 0.0, svg(_latency(report))
+            yield "throughput", 0.0, svg(_throughput(report))
+        yield "memory", 0.0, svg(_memory(report))
+        yield "distributions", report.rungs[rung], svg(_distributions(rows))
+        yield "queue", report.rungs[rung], svg(_queues(rows))
 
 
 def _dashed(arm: str) -> bool:

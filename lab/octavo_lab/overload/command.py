@@ -22,7 +22,7 @@ from octavo_lab.load.records import Outcome
 from octavo_lab.load.statistics import needed
 from octavo_lab.load.targets.octavo import OctavoTarget
 from octavo_lab.overload import drive
-from octavo_lab.overload.timeline import QUANTILES, Timeline
+from octavo_lab.overload.drive import QUANTILES, Timeline
 from octavo_lab.plots import BLUE, GREEN, GREY, INK, RED, panels, save, styled
 from octavo_lab.report import milliseconds, table
 
