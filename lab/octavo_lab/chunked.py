@@ -124,11 +124,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Measure; return the table.
-
-    Raises:
-        BenchError: it cannot be done as asked, or a stack does not start.
-    """
+    """Measure; return the table."""
     fields = [flag.removeprefix("--").replace("-", "_") for flag, *_ in FLAGS]
     config = ChunkedConfig(
         **{field: getattr(arguments, field) for field in fields},

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
 from octavo_lab.command import claim_file
@@ -78,13 +79,12 @@ class PoolUsage:
 def simulate(traffic: PoolTraffic, *, block_size: int, paged: bool) -> PoolUsage:
     """Run the traffic through one allocator."""
     arm, looks = _Allocator(traffic, block_size, paged), []
-    for look in range(traffic.warm_up_looks + traffic.num_looks):
+    for _ in range(traffic.warm_up_looks + traffic.num_looks):
         arm.decode()
         arm.admit()
-        if look >= traffic.warm_up_looks:
-            looks.append(arm.look())
-    utilization, occupancy, external, sequences = (sum(one) / len(looks) for one in zip(*looks, strict=True))
-    return PoolUsage(block_size, paged, utilization, occupancy, external, sequences, arm.preemptions)
+        looks.append(arm.look())
+    means = (fmean(one) for one in zip(*looks[traffic.warm_up_looks :], strict=True))
+    return PoolUsage(block_size, paged, *means, arm.preemptions)
 
 
 class _Allocator:

@@ -46,11 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Return the targets, one a line.
-
-    Raises:
-        BenchError: the file of prompts cannot be used, or a header is malformed.
-    """
+    """Return the targets, one a line."""
     if arguments.count < 1 or arguments.words < 1 or arguments.max_tokens < 1:
         raise BenchError("--count, --words and --max-tokens must be at least 1")
     headers = {"Content-Type": ["application/json"]}

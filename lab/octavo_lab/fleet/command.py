@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from octavo.cli import output
 from octavo.steptimes import StepTimes, StepTimesError
@@ -111,11 +110,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Simulate; return the tables.
-
-    Raises:
-        BenchError: there is no such condition, trace or plan log, or the folder cannot be written.
-    """
+    """Simulate; return the tables."""
     conditions = arguments.conditions or list(CONDITIONS)
     unknown = sorted(set(conditions) - set(CONDITIONS))
     if unknown:
@@ -221,11 +216,7 @@ def as_record(outcomes: Sequence[FleetOutcome], runs: Sequence[Run]) -> dict[str
 
 
 def write(outcomes: Sequence[FleetOutcome], runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Write record, tables and figures into a folder; return their paths.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write record, tables and figures into a folder, or raise OSError; return their paths."""
     ordered = sorted(outcomes, key=lambda o: (list(CONDITIONS).index(o.condition), o.seed, o.arm))
     paths = [folder / "fleet.json", folder / "fleet.md"]
     paths[0].write_text(json.dumps(as_record(ordered, runs), indent=1) + "\n")
@@ -243,32 +234,28 @@ def write(outcomes: Sequence[FleetOutcome], runs: Sequence[Run], folder: Path) -
 
 
 def _wait_figure(outcomes: Sequence[FleetOutcome], conditions: Sequence[str], num_workers: int) -> Figure:
+    """Draw, for each arm, the share of requests that wait longer than so many seconds."""
     figure, drawn = panels((5.6 * len(conditions), 4.2), columns=len(conditions))
+    left = 1.0 - np.linspace(0, 1, NUM_QUANTILES)
+    shown = left >= 2e-3
     for panel, condition in zip(drawn, conditions, strict=True):
-        _survival(panel, outcomes, condition)
+        for arm in _arms(outcomes, condition):
+            curves = [
+                one.ttft_quantiles_s for one in outcomes if (one.condition, one.arm) == (condition, arm)
+            ]
+            middle, width = np.median(np.array(curves), axis=0), 2.6 if arm == LATE else 1.5
+            panel.plot(middle[shown], left[shown], color=_COLOURS[arm], linewidth=width, label=arm)
+        panel.set(xscale="log", yscale="log", xlim=(0.1, None), ylim=(2e-3, 1.0))
+        panel.axhline(0.01, color="black", linewidth=0.8, linestyle=":")
+        panel.annotate("P99", (0.11, 0.0107), fontsize=8)
+        log_axis(panel.xaxis)
+        panel.yaxis.set_major_formatter(percent)
+        panel.set_xlabel("seconds to the first token")
+        panel.set_title(CONDITIONS[condition], fontsize=10)
+        panel.legend(fontsize=9, loc="upper right")
     drawn[0].set_ylabel("share of requests that wait longer")
     figure.suptitle(f"Time to the first token, {num_workers} workers", fontweight="bold")
     return figure
-
-
-def _survival(panel: Axes, outcomes: Sequence[FleetOutcome], condition: str) -> None:
-    """Draw, for each arm, the share of requests that wait longer than so many seconds."""
-    left = 1.0 - np.linspace(0, 1, NUM_QUANTILES)
-    shown = left >= 2e-3
-    for arm in _arms(outcomes, condition):
-        drawn = [one.ttft_quantiles_s for one in outcomes if (one.condition, one.arm) == (condition, arm)]
-        middle = np.median(np.array(drawn), axis=0)
-        width = 2.6 if arm == LATE else 1.5
-        panel.plot(middle[shown], left[shown], color=_COLOURS[arm], linewidth=width, label=arm)
-    panel.set(
-        xscale="log", yscale="log", xlim=(0.1, None), ylim=(2e-3, 1), xlabel="seconds to the first token"
-    )
-    panel.axhline(0.01, color="black", linewidth=0.8, linestyle=":")
-    panel.annotate("P99", (0.11, 0.0107), fontsize=8)
-    log_axis(panel.xaxis)
-    panel.yaxis.set_major_formatter(percent)
-    panel.set_title(CONDITIONS[condition], fontsize=10)
-    panel.legend(fontsize=9, loc="upper right")
 
 
 def _prefix_figure(outcomes: Sequence[FleetOutcome]) -> Figure:

@@ -124,12 +124,7 @@ def execute_all(runs: Sequence[Run], processes: int) -> Iterator[FleetOutcome]:
 
 
 def execute(run: Run) -> FleetOutcome:
-    """Simulate one run.
-
-    Raises:
-        TraceNotFoundError: the trace is not there.
-        PlanLogError: the plan log is none, or has fewer than two answered requests.
-    """
+    """Simulate one run; TraceNotFoundError, PlanLogError: there is no such traffic."""
     jobs, bound = _jobs_of(run)
     # As they come, but nobody is refused.
     config = CoreConfig(max_waiting_requests=10**9, prefix_caching=run.fleet.worker.prefix_caching)

@@ -88,12 +88,7 @@ class Experiment:
         self._head = head or LadderRecord(started_at=began, config=config)
 
     def run(self) -> None:
-        """Measure everything that has not been measured yet.
-
-        Raises:
-            BenchError: a stack does not start or the search fails.
-            KeyboardInterrupt: what was measured until then is in the folder.
-        """
+        """Measure what has not been measured yet; whatever ends it early, what there is is in the folder."""
         end_s = time.monotonic() + self.config.budget_s - _REPORT_S
         self._head.environments.append(environment())
         self._write_head()
@@ -184,11 +179,7 @@ class Experiment:
 
 
 def config_of(folder: Path) -> LadderConfig:
-    """Return the settings of an experiment that was begun in a folder.
-
-    Raises:
-        BenchError: there is none, or it is of another version.
-    """
+    """Return the settings of an experiment begun in a folder; BenchError: it has none of this version."""
     head = read_record(folder / "config.json", LadderRecord)
     if head.format != FORMAT:
         raise BenchError(f"{folder}: an experiment of format {head.format}, this version has {FORMAT}")

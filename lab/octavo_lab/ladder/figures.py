@@ -112,12 +112,9 @@ def figures_of(results: Sequence[CellResult], config: LadderConfig) -> Figures:
     waited = [sample for sample in samples if sample.waiting > 0]
     tokens = [one.output_tokens_per_s for one in summaries]
     rate = mean_interval(tokens)
-    of_cache = [
-        (one.cached_tokens, one.prompt_tokens)
-        for one in measured
-        if one.cached_tokens is not None and one.prompt_tokens
-    ]
-    cached, prompts = (sum(counts) for counts in zip((0, 0), *of_cache, strict=True))
+    counted = [one for one in measured if one.cached_tokens is not None and one.prompt_tokens]
+    prompts = sum(one.prompt_tokens or 0 for one in counted)
+    cached = sum(one.cached_tokens or 0 for one in counted)
     busy_s = (result.run.generator.cpu_s / max(result.run.ended_s, 1e-9) for result in results)
     return Figures(
         arm=first.arm,
@@ -173,7 +170,7 @@ def latency(
     answered = sorted(one for one in values if one is not None)
     told = _latency(answered, len(values) - len(answered) if of_all else 0)
     places = [round((told.count - 1) * step / CDF_POINTS) for step in range(CDF_POINTS + 1)]
-    cdf_s = tuple(round(answered[place], 4) for place in places if of_all and place < len(answered))
+    cdf_s = tuple(round(answered[place], 4) for place in places if of_all and 0 <= place < len(answered))
     return replace(told, cdf_s=cdf_s)
 
 

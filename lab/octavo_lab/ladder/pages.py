@@ -30,11 +30,7 @@ Columns = dict[str, Callable[[Figures], str]]
 
 
 def write(report: LadderReport, folder: Path) -> list[Path]:
-    """Write report.json, report.md with its plots, and report.html; return their paths.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write report.json, report.md with its plots, and report.html, or raise OSError; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     # JSON first: it needs nothing but the figures, and the pages can be made from the folder again.
     write_whole(folder / "report.json", json.dumps(to_json(report), separators=(",", ":")) + "\n")

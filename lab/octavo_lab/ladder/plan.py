@@ -101,10 +101,6 @@ class Loads:
         """Least window at the top that tells a rate of a static arm."""
         return SATURATED_BATCHES * self.longest_batch_s
 
-    def least_s(self, rung: str) -> float:
-        """Return the shortest window of a rung."""
-        return max(MIN_WINDOW_S, self.saturated_s if rung == self.top else 0.0)
-
 
 def loads_of(config: LadderConfig, capacities: Mapping[str, float], longest_batch_s: float = 0.0) -> Loads:
     """Return the rungs that follow from the arms' capacities.
@@ -174,9 +170,11 @@ def _windows(
     left_s = time_s - sum(windows.values())
     weights = {key: (1 + (key[0] in config.full_arms)) / loads.rungs[key[1]] ** 0.5 for key in others}
     scarce = any(left_s * weight < MIN_WINDOW_S * sum(weights.values()) for weight in weights.values())
-    windows |= _shared(left_s, weights, {key: loads.least_s(key[1]) for key in others})
+    least_s = dict.fromkeys(config.rungs, MIN_WINDOW_S)
+    least_s[loads.top] = max(MIN_WINDOW_S, loads.saturated_s)
+    windows |= _shared(left_s, weights, {key: least_s[key[1]] for key in others})
     # Beyond what a P99 wants, longer windows add little.
-    most_s = {rung: max(loads.least_s(rung), 2 * wanted_s[rung]) for rung in config.rungs}
+    most_s = {rung: max(least, 2 * wanted_s[rung]) for rung, least in least_s.items()}
     return {key: min(value, most_s[key[1]]) for key, value in windows.items()}, scarce
 
 

@@ -33,11 +33,7 @@ class ArmStacks:
         self._stack_bytes = 0
 
     def use(self, arm: Arm, static: StaticSettings) -> Stack:
-        """Return the stack of an arm, ready, with these settings.
-
-        Raises:
-            BenchError: it does not start; the message has its own word why.
-        """
+        """Return the stack of an arm, ready; BenchError: it does not start, for the reason that it gives."""
         wanted = self._config.scheduler_args(arm, static)
         stack, current = self._stacks.get(arm.name, (None, ()))
         if stack is not None and not all(child.alive for child in stack.children):

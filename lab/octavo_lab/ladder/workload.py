@@ -52,11 +52,7 @@ class Workload:
         return str(self.record.get("description", self._config.dataset))
 
     async def prepare(self, endpoint: str) -> None:
-        """Split the corpus with the tokenizer of the service under test.
-
-        Raises:
-            BenchError: there is no such dataset, or it does not fit the context.
-        """
+        """Split texts as the service under test does; BenchError: no such dataset, or it does not fit."""
         async with AsyncClient(endpoint) as client:
             model = (await client.models())[0].id
             await self.split_with(ServiceTokenizer(client, model))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from matplotlib.axes import Axes
 from octavo.cli import output
 from octavo.stack import Stack, StackConfig, StackError
 
@@ -52,11 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Drive; return the table.
-
-    Raises:
-        BenchError: it cannot be done as asked, or the folder cannot be written.
-    """
+    """Drive; return the table."""
     try:
         before, during, after = map(float, arguments.phases.split(","))
     except ValueError:
@@ -143,14 +137,20 @@ def as_text(timeline: Timeline) -> str:
 
 
 def plot(timeline: Timeline, path: Path) -> None:
-    """Draw the timeline into a file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Draw the timeline into a file, or raise OSError."""
     with styled():
         figure, (rates, latency, levels) = panels((10, 8), rows=3, sharex=True)
-        _draw_rates(timeline, rates)
+        starts = np.arange(0.0, timeline.run.until_s, _BUCKET_S)
+        buckets = [timeline.between(start, start + _BUCKET_S) for start in starts]
+        refused = [sum(one.outcome is Outcome.REFUSED for one in bucket) for bucket in buckets]
+        for label, counts, colour in (
+            ("offered", [len(bucket) for bucket in buckets], INK),
+            ("good", [sum(map(timeline.slo.met_by, bucket)) for bucket in buckets], GREEN),
+            ("refused", refused, RED),
+        ):
+            rates.step(starts, np.array(counts) / _BUCKET_S, where="post", label=label, color=colour)
+        rates.set_ylabel("requests/s")
+        rates.legend(loc="upper right")
         drawn = [
             (one.offered.planned_s, one.ttft_s) for one in timeline.run.requests if one.ttft_s is not None
         ]
@@ -170,17 +170,3 @@ def plot(timeline: Timeline, path: Path) -> None:
         capacity = timeline.calibration.capacity_per_s
         rates.set_title(f"Overload and recovery: capacity {capacity:.1f} requests/s, good is {timeline.slo}")
         save(figure, path)
-
-
-def _draw_rates(timeline: Timeline, panel: Axes) -> None:
-    starts = [index * _BUCKET_S for index in range(math.ceil(timeline.run.until_s / _BUCKET_S))]
-    buckets = [timeline.between(start, start + _BUCKET_S) for start in starts]
-    refused = [sum(one.outcome is Outcome.REFUSED for one in bucket) for bucket in buckets]
-    for label, counts, colour in (
-        ("offered", [len(bucket) for bucket in buckets], INK),
-        ("good", [sum(map(timeline.slo.met_by, bucket)) for bucket in buckets], GREEN),
-        ("refused", refused, RED),
-    ):
-        panel.step(starts, np.array(counts) / _BUCKET_S, where="post", label=label, color=colour)
-    panel.set_ylabel("requests/s")
-    panel.legend(loc="upper right")

@@ -32,7 +32,6 @@ _MOST_PER_SLOT_PER_S: Final = 10
 _LOOK_S: Final = 0.1
 _DRAIN_S: Final = 20.0
 """What has not ended so long after the window cannot have been good."""
-_VOCABULARY: Final = 1000
 WITHIN: Final = 1.2
 """A TTFT is slow that is more than this many times the baseline's quantile."""
 QUANTILES: Final = (0.99, 0.9, 0.5)
@@ -48,7 +47,7 @@ class Mix:
 
     prompt_tokens: tuple[int, int] = (64, 192)
     output_tokens: tuple[int, int] = (32, 96)
-    vocabulary: tuple[int, int] = (10, 10 + _VOCABULARY)
+    vocabulary: tuple[int, int] = (10, 1010)
     """Token ids that prompts are made of."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of every request, by the names of `octavo.types.GenerateOptions`."""
@@ -66,11 +65,7 @@ class Mix:
 
 
 def seats_of(details: Mapping[str, Any]) -> int:
-    """Return the requests that all workers run at a time.
-
-    Raises:
-        BenchError: the service does not say.
-    """
+    """Return the requests that all workers run at a time; BenchError: the service does not say."""
     if not (details.get("max_num_seqs") and details.get("workers")):
         raise BenchError(
             "the service does not tell what its workers hold: it takes a key that may see the status"
