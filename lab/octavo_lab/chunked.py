@@ -140,12 +140,7 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 async def measure(config: ChunkedConfig, tell: Progress) -> ChunkedResult:
-    """Start both stacks and let them take turns.
-
-    Raises:
-        BenchError: a long prompt does not fit the model.
-        StackError: a stack does not start.
-    """
+    """Start both stacks and let them take turns; BenchError: a long prompt does not fit the model."""
     targets: dict[str, OctavoTarget] = {}
     async with AsyncExitStack() as open_things:
         for index, (name, flag) in enumerate(ARMS.items()):

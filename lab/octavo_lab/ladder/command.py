@@ -14,12 +14,13 @@ from octavo.cli.durations import duration
 
 from octavo_lab.command import BenchError, BenchInterrupted, claim_folder
 from octavo_lab.ladder.config import ARMS, PRESETS, RUNGS, LadderConfig
-from octavo_lab.ladder.experiment import Experiment, config_of
+from octavo_lab.ladder.experiment import Experiment, LadderRecord
 from octavo_lab.ladder.pages import headlines, write
 from octavo_lab.ladder.report import make_report
 from octavo_lab.ladder.workload import Workload
 from octavo_lab.report import table
 from octavo_lab.serve.plan import parse_slo
+from octavo_lab.stored import read_record
 
 _SLO: Final = "ttft=MS,tpot=MS,e2e=MS"
 
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> str:
     """Measure, write the report (of what there is, when asked to stop), return its summary."""
     folder: Path | None = arguments.resume or arguments.report_only
     if folder is not None:
-        config = config_of(folder)
+        config = read_record(folder / "config.json", LadderRecord).config
     else:
         folder = arguments.out or Path(time.strftime("octavo-ladder-%Y%m%d-%H%M%S"))
         config = _config(arguments)
@@ -110,7 +111,7 @@ def _measure(experiment: Experiment) -> None:
 
 def _report(experiment: Experiment) -> str:
     report, met = make_report(experiment.measured()), {None: "", True: "met", False: "missed"}
-    rows = [(one.what, one.measured, one.target, met[one.met], one.article) for one in headlines(report)]
+    rows = [(*told, met[kept], article) for *told, article, kept in headlines(report)]
     told = table(("", "measured", "target", "", "articles"), rows)
     try:
         paths = write(report, experiment.folder)

@@ -31,7 +31,6 @@ RUNGS: Final = {
     OVERLOAD: "1.5 times the capacity of the best arm",
 }
 """Loads, from the lightest; each is one absolute rate for all arms."""
-STEP_WATCHDOG_S: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +200,7 @@ class LadderConfig:
             # reported cannot use the memory that it frees, and wins one round trip for that.
             "--window=1",
             # The padded prompts of a large batch are one step, which takes long on a slow machine.
-            f"--step-watchdog-s={STEP_WATCHDOG_S:g}",
+            "--step-watchdog-s=300",
             "--prefix-caching" if arm.prefix else "--no-prefix-caching",
             *(of_static if arm.static else of_continuous),
             *self.extra_scheduler_args,

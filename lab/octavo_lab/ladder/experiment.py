@@ -8,21 +8,19 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from octavo.errors import OctavoError
 
 from octavo_lab.command import BenchError
-from octavo_lab.ladder.cells import CellResult, CellStore, LoadDriver
+from octavo_lab.ladder.cells import ArmStacks, CellResult, CellStore, LoadDriver
 from octavo_lab.ladder.config import ARMS, LadderConfig, StaticSettings
 from octavo_lab.ladder.plan import CellPlan, LadderCell, Loads, loads_of, plan_cells
 from octavo_lab.ladder.search import CapacitySearch, SearchResult
-from octavo_lab.ladder.stacks import ArmStacks
 from octavo_lab.ladder.workload import Workload
 from octavo_lab.machine import environment, gpu_reader, served
 from octavo_lab.stored import RecordT, read_record, write_record
 
-FORMAT: Final = 1
 _REPORT_S: Final = 15.0
 """Kept for the report."""
 _SEARCH_SHARE: Final = 0.25
@@ -35,7 +33,7 @@ Show = Callable[[str, float, float | None], None]
 class LadderRecord:
     """What an experiment is, and how it went: `config.json`."""
 
-    format: int = FORMAT
+    format: Literal[1] = 1
     started_at: str
     config: LadderConfig
     environments: list[dict[str, Any]] = field(default_factory=list)
@@ -176,11 +174,3 @@ class Experiment:
             stacks.drop(cell.arm)
         self._store.put(result)
         return True
-
-
-def config_of(folder: Path) -> LadderConfig:
-    """Return the settings of an experiment begun in a folder; BenchError: it has none of this version."""
-    head = read_record(folder / "config.json", LadderRecord)
-    if head.format != FORMAT:
-        raise BenchError(f"{folder}: an experiment of format {head.format}, this version has {FORMAT}")
-    return head.config

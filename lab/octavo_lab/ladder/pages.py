@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from statistics import fmean
@@ -105,22 +104,14 @@ def _three(latency: Latency) -> str:
 # -- the comparison, and why it is what it is
 
 
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """One line of the comparison."""
-
-    what: str
-    measured: str
-    article: str
-    target: str
-    met: bool | None
-    """None: nothing was promised, or nothing measured."""
+Headline = tuple[str, str, str, str, bool | None]
+"""What, as measured here, target, as the articles have it, and whether the target is met; None: who knows."""
 
 
 def headlines(report: LadderReport) -> list[Headline]:
     """Return the comparison with the articles' figures beside it."""
     one = report.comparison
-    lines = []
+    lines: list[Headline] = []
     for what, ratio, key, target in (
         ("throughput when saturated, to the control", one.throughput_ratio, "throughput_ratio", 1.5),
         ("end-to-end P50 at the control's capacity, to the control", one.p50_ratio, "p50_ratio", 0.6),
@@ -129,14 +120,14 @@ def headlines(report: LadderReport) -> list[Headline]:
         at_least = key == "throughput_ratio"
         met = None if ratio is None else ratio.value >= target if at_least else ratio.value <= target
         wanted = f"{'at least' if at_least else 'at most'} {target:g}"
-        lines.append(Headline(what, _interval(ratio), f"{ARTICLES[key]:.2f}", wanted, met))
+        lines.append((what, _interval(ratio), wanted, f"{ARTICLES[key]:.2f}", met))
     for of, used, key, least in (
         ("paged", one.kv_use_paged, "kv_use_paged", 0.93),
         ("control", one.kv_use_static, "kv_use_static", None),
     ):
         met = None if used is None or least is None else used >= least
         what, wanted = f"KV memory in use when saturated, {of}", f"at least {least:.0%}" if least else "none"
-        lines.append(Headline(what, share(used), share(ARTICLES[key], 0), wanted, met))
+        lines.append((what, share(used), wanted, share(ARTICLES[key], 0), met))
     return lines
 
 
@@ -146,7 +137,7 @@ def _summary(report: LadderReport) -> Iterator[str]:
         done = f"{len(measured.results)} of {len(measured.plan.cells)}" if measured.plan else "0"
         yield f"**Partial:** {done} cells have been measured. `--resume` goes on with it."
     mark = {None: "", True: ", met", False: ", **missed**"}
-    rows = [(one.what, one.measured, one.target + mark[one.met], one.article) for one in headlines(report)]
+    rows = [(*told, target + mark[met], article) for *told, target, article, met in headlines(report)]
     yield made.table(("", "measured", "target", "articles, two A10 GPUs"), rows)
     subject, control = ARMS[report.comparison.subject].title, ARMS[report.comparison.control].title
     yield f"Subject: {subject}. Control: {control}, tuned. Both were named before anything was measured."

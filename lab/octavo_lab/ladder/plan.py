@@ -103,15 +103,12 @@ class Loads:
 
 
 def loads_of(config: LadderConfig, capacities: Mapping[str, float], longest_batch_s: float = 0.0) -> Loads:
-    """Return the rungs that follow from the arms' capacities.
-
-    The middle is the control's capacity, unless the control is itself (nearly) the best static arm: then
-    it is halfway between the baseline and that.
-    """
+    """Return the rungs that follow from the arms' capacities."""
     best = max(capacities.values())
     best_static = max((rate for arm, rate in capacities.items() if ARMS[arm].static), default=best)
     own = capacities.get(CONTROL, best_static)
     middle, control_rung = own, MIDDLE
+    # Where the control is itself (nearly) the best static arm, the middle lies between the baseline and that.
     if own > 0.95 * best_static and BEST_STATIC in config.rungs:
         middle, control_rung = (own / 2 + best_static) / 2, BEST_STATIC
     rates = {BASELINE: own / 2, MIDDLE: middle, BEST_STATIC: best_static, BEST: best, OVERLOAD: 1.5 * best}

@@ -1,24 +1,20 @@
-"""Tunes the static arms and finds what each arm can serve: docs/ladder.md, "Tuning and capacities".
-
-The capacity of an arm is its throughput when there is always somebody waiting, less `MARGIN`: an open loop
-at the full rate of a server has a queue without bound, however good the server is.
-"""
+"""Tunes the static arms and finds what each arm can serve: docs/ladder.md, "Tuning and capacities"."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Final
 
 from octavo_lab.command import BenchError
-from octavo_lab.ladder.cells import LoadDriver
+from octavo_lab.ladder.cells import ArmStacks, LoadDriver
 from octavo_lab.ladder.config import ARMS, CONTROL, Arm, LadderConfig, StaticSettings
-from octavo_lab.ladder.stacks import ArmStacks
 from octavo_lab.load.records import Outcome, RunRecord
 
 MARGIN: Final = 0.1
+"""What a capacity is below the throughput: at its full rate an open loop queues without bound anywhere."""
 TIE: Final = 0.03
 """Batch sizes that are within this share of the best are as good as it; the smallest is taken."""
 TUNING_LOAD: Final = 0.7
@@ -66,17 +62,15 @@ class SearchResult:
         return max((one.batch_size / self.capacities[name] for name, one in self.static.items()), default=0.0)
 
 
+@dataclass(slots=True)
 class CapacitySearch:
     """Runs the search. What it finds is the caller's to keep."""
 
-    def __init__(
-        self, config: LadderConfig, stacks: ArmStacks, driver: LoadDriver, on_step: Callable[[str], None]
-    ) -> None:
-        self._config = config
-        self._stacks = stacks
-        self._driver = driver
-        self._on_step = on_step
-        self._probes: list[Probe] = []
+    _config: LadderConfig
+    _stacks: ArmStacks
+    _driver: LoadDriver
+    _on_step: Callable[[str], None]
+    _probes: list[Probe] = field(default_factory=list)
 
     @property
     def num_steps(self) -> int:

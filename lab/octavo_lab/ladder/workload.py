@@ -30,8 +30,7 @@ _OWN_TOKENS: Final = 8
 class Workload:
     """Requests that a seed determines, the same for every arm.
 
-    A part of them, `shared_prefix_share`, begins with one of a few system prompts, as requests of real
-    services do; the lengths stay those of the dataset. Only a prefix cache can make something of it.
+    A part begins, as real ones do, with one of a few system prompts: only a prefix cache can use that.
     """
 
     _tokenizer: Tokenizer

@@ -97,7 +97,10 @@ async def _drive(
         seats = drive.seats_of(target.record.details)
         output.note("measuring the capacity")
         # No deadline here: whoever waits for a place is to get it.
-        plain = drive.Mix(vocabulary=await drive.vocabulary_of(target))
+        served = await target.client.models()
+        models = {name: model for model in served for name in (*model.adapters, model.id)}
+        first, last = drive.Mix().vocabulary
+        plain = drive.Mix(vocabulary=(first, min(last, models[target.record.model].vocab_size)))
         measured = await drive.calibrate(target, plain, 2 * seats, arguments.calibrate)
         if arguments.capacity is not None:
             measured = replace(measured, capacity_per_s=arguments.capacity)

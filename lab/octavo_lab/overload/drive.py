@@ -21,7 +21,6 @@ from octavo_lab.load.records import Outcome, RequestMeasurement, RunRecord
 from octavo_lab.load.statistics import needed, quantile
 from octavo_lab.load.summary import Slo
 from octavo_lab.load.target import LoadTarget, PlannedRequest
-from octavo_lab.load.targets.octavo import OctavoTarget
 from octavo_lab.load.watch import status_told
 
 TTFT_SLO_S: Final = 1.5
@@ -73,14 +72,6 @@ def seats_of(details: Mapping[str, Any]) -> int:
     return int(details["max_num_seqs"] * details["workers"])
 
 
-async def vocabulary_of(target: OctavoTarget) -> tuple[int, int]:
-    """Return a range of token ids that the model of a target has."""
-    served = await target.client.models()
-    models = {name: model for model in served for name in (*model.adapters, model.id)}
-    first, last = Mix().vocabulary
-    return first, min(last, models[target.record.model].vocab_size)
-
-
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """What a service can do, measured before it is overloaded."""
@@ -98,11 +89,7 @@ class Calibration:
 
 
 async def calibrate(target: LoadTarget, mix: Mix, concurrency: int, seconds: float) -> Calibration:
-    """Measure a service unloaded for half the time, then with `concurrency` requests under way all the time.
-
-    Raises:
-        BenchError: it does not answer.
-    """
+    """Measure a service unloaded for half the time, then kept busy by so many; BenchError: it is silent."""
     alone = await drive(target, mix, Closed(1), seconds=seconds / 2, seed=1)
     answered = [one for one in alone.requests if one.outcome is Outcome.OK][1:]
     if not answered:
