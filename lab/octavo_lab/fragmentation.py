@@ -83,8 +83,10 @@ def simulate(traffic: PoolTraffic, *, block_size: int, paged: bool) -> PoolUsage
         arm.decode()
         arm.admit()
         looks.append(arm.look())
-    means = (fmean(one) for one in zip(*looks[traffic.warm_up_looks :], strict=True))
-    return PoolUsage(block_size, paged, *means, arm.preemptions)
+    utilization, occupancy, external, sequences = map(
+        fmean, zip(*looks[traffic.warm_up_looks :], strict=True)
+    )
+    return PoolUsage(block_size, paged, utilization, occupancy, external, sequences, arm.preemptions)
 
 
 class _Allocator:

@@ -139,11 +139,16 @@ def simulate(
     def submit(spec: NewRequest) -> None:
         router(taking).cell.submit(spec)
 
+    def drain() -> None:
+        if arm == LATE:
+            engines[0].cell.on_draining(hosts[1])
+        else:
+            del taking[1]
+
     for at, spec in jobs:
         loop.at(at, partial(submit, spec))
     if degraded:
         hosts[0].slow_factor = SLOW_FACTOR
-        drain = partial(engines[0].cell.on_draining, hosts[1]) if arm == LATE else partial(taking.pop, 1)
         loop.at((jobs[0][0] + jobs[-1][0]) / 2, drain)
     loop.run(stop=lambda: sum(engine.ended for engine in engines) == len(jobs))
     return list(recorder.results.values())

@@ -162,7 +162,10 @@ class LadderConfig:
 
     def process(self, rate_per_s: float, backlog: int = 0) -> Arrivals:
         """Return the arrivals at a rate, after so many requests at once."""
-        others = {"gamma": Gamma(rate_per_s, self.gamma_cv), "bursty": Bursty(rate_per_s)}
+        others: dict[str, Arrivals] = {
+            "gamma": Gamma(rate_per_s, self.gamma_cv),
+            "bursty": Bursty(rate_per_s),
+        }
         process = others.get(self.arrivals, Poisson(rate_per_s))
         return Backlogged(process, backlog) if backlog else process
 

@@ -143,7 +143,7 @@ def plot(timeline: Timeline, path: Path) -> None:
     """Draw the timeline into a file, or raise OSError."""
     with styled():
         figure, (rates, latency, levels) = panels((10, 8), rows=3, sharex=True)
-        starts = np.arange(0.0, timeline.run.until_s, _BUCKET_S)
+        starts = np.arange(0.0, timeline.run.until_s, _BUCKET_S).tolist()
         buckets = [timeline.between(start, start + _BUCKET_S) for start in starts]
         refused = [sum(one.outcome is Outcome.REFUSED for one in bucket) for bucket in buckets]
         for label, counts, colour in (

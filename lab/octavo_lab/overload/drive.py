@@ -57,8 +57,10 @@ class Mix:
 
         def one() -> PlannedRequest:
             prompt = [rng.randrange(*self.vocabulary) for _ in range(rng.randint(*self.prompt_tokens))]
-            tokens = {"prompt_tokens": len(prompt), "output_tokens": rng.randint(*self.output_tokens)}
-            return PlannedRequest(prompt=prompt, **tokens, options=self.options)
+            output, size = rng.randint(*self.output_tokens), len(prompt)
+            return PlannedRequest(
+                prompt=prompt, prompt_tokens=size, output_tokens=output, options=self.options
+            )
 
         return [one() for _ in range(count)]
 
