@@ -83,9 +83,8 @@ def simulate(traffic: PoolTraffic, *, block_size: int, paged: bool) -> PoolUsage
         arm.decode()
         arm.admit()
         looks.append(arm.look())
-    utilization, occupancy, external, sequences = map(
-        fmean, zip(*looks[traffic.warm_up_looks :], strict=True)
-    )
+    counted = zip(*looks[traffic.warm_up_looks :], strict=True)
+    utilization, occupancy, external, sequences = map(fmean, counted)
     return PoolUsage(block_size, paged, utilization, occupancy, external, sequences, arm.preemptions)
 
 

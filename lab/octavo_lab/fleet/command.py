@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +29,7 @@ from octavo_lab.fleet.experiments import (
     FleetOutcome,
     FleetTraffic,
     Run,
+    Value,
     by_seed,
     execute_all,
     plan_runs,
@@ -77,8 +78,7 @@ _COLOURS: Final = {
     "round robin": RED,
     "random": GREY,
 }
-_Value = Callable[[FleetOutcome], float]
-_WAITS: Final[dict[str, _Value]] = {
+_WAITS: Final[dict[str, Value]] = {
     "TTFT P50 s": lambda one: one.ttft_p50_s,
     "P90 s": lambda one: one.ttft_p90_s,
     "P99 s": lambda one: one.ttft_p99_s,
@@ -86,7 +86,7 @@ _WAITS: Final[dict[str, _Value]] = {
     "TPOT P99 s": lambda one: one.tpot_p99_s,
     "failed": lambda one: float(one.failed),
 }
-_HITS: Final[dict[str, _Value]] = {
+_HITS: Final[dict[str, Value]] = {
     "hit rate": lambda one: one.hit_rate,
     "share of an unbounded cache": lambda one: one.hit_rate / one.bound_hit_rate,
     "TTFT P50 s": lambda one: one.ttft_p50_s,
@@ -185,7 +185,7 @@ def _arms(outcomes: Sequence[FleetOutcome], condition: str) -> list[str]:
     return [arm for arm in ARMS_OF[condition] if arm in ran]
 
 
-def _mean(outcomes: Sequence[FleetOutcome], condition: str, arm: str, value: _Value) -> Interval:
+def _mean(outcomes: Sequence[FleetOutcome], condition: str, arm: str, value: Value) -> Interval:
     return mean_interval([*by_seed(outcomes, condition, arm, value).values()])
 
 

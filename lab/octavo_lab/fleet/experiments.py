@@ -94,6 +94,9 @@ class FleetOutcome:
     """At equal steps from the least to the greatest."""
 
 
+Value = Callable[[FleetOutcome], float]
+
+
 def plan_runs(
     conditions: Sequence[str], traffic: FleetTraffic, num_seeds: int, fleet: FleetConfig = STANDARD_FLEET
 ) -> list[Run]:
@@ -248,19 +251,12 @@ def plus_minus(one: Interval) -> str:
     return f"{one.value:.3g}" if one.high is None else f"{one.value:.3g} ± {one.high - one.value:.2g}"
 
 
-def by_seed(
-    outcomes: Sequence[FleetOutcome], condition: str, arm: str, value: Callable[[FleetOutcome], float]
-) -> dict[int, float]:
+def by_seed(outcomes: Sequence[FleetOutcome], condition: str, arm: str, value: Value) -> dict[int, float]:
     """Return something of an arm, by the seed of the traffic."""
     return {one.seed: value(one) for one in outcomes if (one.condition, one.arm) == (condition, arm)}
 
 
-def ratio(
-    outcomes: Sequence[FleetOutcome],
-    condition: str,
-    arms: tuple[str, str],
-    value: Callable[[FleetOutcome], float],
-) -> Interval:
+def ratio(outcomes: Sequence[FleetOutcome], condition: str, arms: tuple[str, str], value: Value) -> Interval:
     """Estimate the ratio of the first arm to the second, seed by seed: both had the same requests."""
     over, under = (by_seed(outcomes, condition, arm, value) for arm in arms)
     return mean_interval([over[seed] / under[seed] for seed in over if seed in under])

@@ -138,13 +138,12 @@ def settled(samples: Sequence[Sample]) -> list[Sample]:
     for one, following in zip(reversed(samples), [None, *reversed(samples)], strict=False):
         if following is not None and following.steps > one.steps:
             later = following
+        now = one
         if later is not None and one.running:
             written, active = later.step_written, later.step_active
             internal = 1 - written / active if active else 0.0
-            during = {"written": written, "active": active, "internal": internal, "external": later.external}
-            made.append(replace(one, **during))
-        else:
-            made.append(one)
+            now = replace(one, written=written, active=active, internal=internal, external=later.external)
+        made.append(now)
     return made[::-1]
 
 

@@ -18,7 +18,6 @@ from octavo_lab.load.statistics import Interval, mean_interval, needed, quantile
 from octavo_lab.load.summary import summarize
 from octavo_lab.serve.plan import parse_slo
 
-QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 CDF_POINTS: Final = 100
 SERIES_POINTS: Final = 60
 
@@ -175,9 +174,9 @@ def latency(
 
 
 def _latency(answered: Sequence[float], unanswered: int, independent: int | None = None) -> Latency:
-    quantiles = {name: _quantile(answered, unanswered, at, independent) for name, at in QUANTILES.items()}
+    p50, p90, p99 = (_quantile(answered, unanswered, at, independent) for at in (0.5, 0.9, 0.99))
     mean_s = fmean(answered) if answered else None
-    return Latency(len(answered) + unanswered, unanswered, mean_s, **quantiles)
+    return Latency(len(answered) + unanswered, unanswered, mean_s, p50, p90, p99)
 
 
 def _quantile(answered: Sequence[float], unanswered: int, at: float, independent: int | None) -> Quantile:
