@@ -85,7 +85,8 @@ def _quantile_line(panel: Axes, rows: Sequence[Figures], arm: str, name: str) ->
     look = _line(arm)
     panel.errorbar([rate for rate, _ in known], values, yerr=(below, above), **look, **_POINTS)
     hollow = {**look, "label": None, "linestyle": "", "markerfacecolor": "none"}
-    panel.plot([rate for rate, _ in beyond], [over_s for _, over_s in beyond], "^", markersize=7, **hollow)
+    if beyond:
+        panel.plot(*zip(*beyond, strict=True), marker="^", markersize=7, **hollow)
     if known and beyond:
         ends = (known[-1][0], beyond[0][0]), (values[-1], beyond[0][1])
         panel.plot(*ends, **{**look, "label": None, "linestyle": ":"})
