@@ -17,7 +17,7 @@ BENCHES: Final = {
     ),
     "compare": ("octavo_lab.compare", "set runs of `octavo bench serve` side by side"),
     "chunked": (
-        "octavo_lab.chunked.command",
+        "octavo_lab.chunked",
         "what chunked prefill spares running requests while long prompts arrive",
     ),
     "overload": (
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         print(import_module(module).run(arguments))
     except BenchInterrupted as error:
-        print(error.partial)
+        print(error)
         return output.EXIT_INTERRUPTED
     except ModuleNotFoundError as error:
         output.fail(f"octavo bench {arguments.bench} needs {error.name}: pip install 'octavo[bench]'")

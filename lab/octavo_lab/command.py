@@ -1,4 +1,8 @@
-"""Benchmarks that users can run: `octavo bench NAME`."""
+"""Benchmarks that users can run: `octavo bench NAME`.
+
+Each is a module with `configure(parser)` and `run(arguments)`, which returns what is to be printed. It raises
+BenchError when it cannot be done as asked or its results not be written, BenchInterrupted when asked to stop.
+"""
 
 import argparse
 import os
@@ -18,18 +22,11 @@ def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag]) -> None
 
 
 class BenchInterrupted(Exception):
-    """A benchmark was interrupted; `partial` is the text of what there is."""
-
-    def __init__(self, partial: str) -> None:
-        super().__init__(partial)
-        self.partial = partial
+    """A benchmark was interrupted; the message is the text of what there is."""
 
 
 class BenchError(Exception):
-    """A benchmark cannot be run as asked, or its results not be written; the message is one line.
-
-    `partial` is the text of what there is all the same.
-    """
+    """Why a benchmark cannot be done, in one line; `partial` is the text of what there is all the same."""
 
     def __init__(self, message: str, *, partial: str = "") -> None:
         super().__init__(message)
@@ -37,11 +34,7 @@ class BenchError(Exception):
 
 
 def claim_folder(folder: Path) -> None:
-    """Make a folder for results, before there are any to lose.
-
-    Raises:
-        BenchError: nothing can be written there.
-    """
+    """Make a folder for results, before there are any to lose; BenchError: nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -51,11 +44,7 @@ def claim_folder(folder: Path) -> None:
 
 
 def claim_file(path: Path) -> None:
-    """See that a file for results can be written, before there are any to lose; what it holds stays.
-
-    Raises:
-        BenchError: it cannot.
-    """
+    """See, or raise BenchError, that a file for results can be written; what it holds stays."""
     claim_folder(path.parent)
     if path.is_dir():
         raise BenchError(f"{path} is a folder")

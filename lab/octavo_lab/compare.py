@@ -17,11 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Read; return the table.
-
-    Raises:
-        BenchError: there are fewer than two runs, or a file is none.
-    """
+    """Read; return the table."""
     if len(arguments.runs) < 2:
         raise BenchError("it takes two runs to compare")
     runs = [files.read(path) for path in arguments.runs]

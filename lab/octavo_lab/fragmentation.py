@@ -10,14 +10,17 @@ sequence when there is none left.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
 from octavo_lab.command import claim_file
@@ -31,6 +34,7 @@ from worker_svc.kv.pool import BlockPool
 from worker_svc.kv.stats import external_fragmentation
 
 BLOCK_SIZES: Final = (8, 16, 32, 64, 128)
+_NAMES: Final = {True: "paged", False: "contiguous"}
 _STRIDE_TOKENS: Final = 8
 """Tokens that each sequence decodes between two looks at the pool."""
 
@@ -75,12 +79,12 @@ class PoolUsage:
 def simulate(traffic: PoolTraffic, *, block_size: int, paged: bool) -> PoolUsage:
     """Run the traffic through one allocator."""
     arm, looks = _Allocator(traffic, block_size, paged), []
-    for look in range(traffic.warm_up_looks + traffic.num_looks):
+    for _ in range(traffic.warm_up_looks + traffic.num_looks):
         arm.decode()
         arm.admit()
-        if look >= traffic.warm_up_looks:
-            looks.append(arm.look())
-    utilization, occupancy, external, sequences = (sum(one) / len(looks) for one in zip(*looks, strict=True))
+        looks.append(arm.look())
+    counted = zip(*looks[traffic.warm_up_looks :], strict=True)
+    utilization, occupancy, external, sequences = map(fmean, counted)
     return PoolUsage(block_size, paged, utilization, occupancy, external, sequences, arm.preemptions)
 
 
@@ -103,17 +107,15 @@ class _Allocator:
 
     def admit(self) -> None:
         """Take in whoever waits, in order, until one does not fit."""
-        while True:
-            if not self._waiting:
-                self._waiting.append(_draw(self._traffic, self._rng))
-            sequence = self._waiting[0]
-            num_tokens = max(sequence.prompt_tokens, sequence.num_tokens)
-            try:
+        with suppress(OutOfBlocks):
+            while True:
+                if not self._waiting:
+                    self._waiting.append(_draw(self._traffic, self._rng))
+                sequence = self._waiting[0]
+                num_tokens = max(sequence.prompt_tokens, sequence.num_tokens)
                 placement = self._memory.admit(Match(), num_tokens, sequence.reserve_tokens)
-            except OutOfBlocks:
-                return
-            sequence.table, sequence.num_tokens = placement.block_table, num_tokens
-            self._running.append(self._waiting.popleft())
+                sequence.table, sequence.num_tokens = placement.block_table, num_tokens
+                self._running.append(self._waiting.popleft())
 
     def decode(self) -> None:
         """Let each sequence write its next tokens; those at their end give their blocks back."""
@@ -122,7 +124,13 @@ class _Allocator:
                 continue
             sequence.num_tokens = min(sequence.num_tokens + _STRIDE_TOKENS, sequence.total_tokens)
             while sequence.num_tokens > len(sequence.table) * self._block_size:
-                self._grow(sequence)
+                try:
+                    self._memory.grow(sequence.table)
+                except OutOfBlocks:
+                    victim = next(one for one in reversed(self._running) if one.table and one is not sequence)
+                    self._memory.release(victim.table)
+                    self._waiting.appendleft(victim)
+                    self.preemptions += 1
         for sequence in self._running:
             if sequence.table and sequence.num_tokens == sequence.total_tokens:
                 self._memory.release(sequence.table)
@@ -139,18 +147,6 @@ class _Allocator:
             len(self._running),
         )
 
-    def _grow(self, sequence: _Sequence) -> None:
-        while True:
-            try:
-                self._memory.grow(sequence.table)
-            except OutOfBlocks:
-                victim = next(one for one in reversed(self._running) if one.table and one is not sequence)
-                self._memory.release(victim.table)
-                self._waiting.appendleft(victim)
-                self.preemptions += 1
-            else:
-                return
-
 
 def _draw(traffic: PoolTraffic, rng: random.Random) -> _Sequence:
     low, high = math.log(traffic.min_tokens), math.log(traffic.max_tokens)
@@ -162,15 +158,12 @@ def _draw(traffic: PoolTraffic, rng: random.Random) -> _Sequence:
 
 def as_text(usages: Sequence[PoolUsage]) -> str:
     """Return the results as a Markdown table."""
-    columns: dict[str, Callable[[PoolUsage], object]] = {
-        "block size": lambda one: one.block_size,
-        "allocator": lambda one: "paged" if one.paged else "contiguous",
-        "written / allocated": lambda one: f"{one.utilization:.1%}",
-        "written / pool": lambda one: f"{one.occupancy:.1%}",
-        "sequences": lambda one: f"{one.mean_sequences:.0f}",
-        "ext. fragmentation": lambda one: f"{one.external_fragmentation:.0%}",
-    }
-    return table(list(columns), [[tell(one) for tell in columns.values()] for one in usages])
+    rows = []
+    for one in usages:
+        shares = f"{one.utilization:.1%}", f"{one.occupancy:.1%}", f"{one.mean_sequences:.0f}"
+        rows.append((one.block_size, _NAMES[one.paged], *shares, f"{one.external_fragmentation:.0%}"))
+    told = ("written / allocated", "written / pool", "sequences", "ext. fragmentation")
+    return table(("block size", "allocator", *told), rows)
 
 
 def plot(usages: Sequence[PoolUsage], path: Path) -> None:
@@ -184,17 +177,14 @@ def plot(usages: Sequence[PoolUsage], path: Path) -> None:
             for offset, paged, colour in ((-0.2, True, BLUE), (0.2, False, "#c9a227")):
                 shares = [100 * share(usage) for usage in usages if usage.paged is paged]
                 places = [index + offset for index in range(len(shares))]
-                name = "paged" if paged else "contiguous"
-                axis.bar_label(
-                    axis.bar(places, shares, 0.38, label=name, color=colour), fmt="%.0f", fontsize=8
-                )
+                bars = axis.bar(places, shares, 0.38, label=_NAMES[paged], color=colour)
+                axis.bar_label(bars, fmt="%.0f", fontsize=8)
             sizes = sorted({usage.block_size for usage in usages})
-            axis.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+            axis.set_xticks(range(len(sizes)), map(str, sizes))
             axis.set_xlabel("block size (tokens)")
             axis.set_title(title, fontsize=10)
             axis.grid(axis="x", visible=False)
-        drawn[0].set_ylabel("%")
-        drawn[0].set_ylim(0, 110)
+        drawn[0].set(ylabel="%", ylim=(0, 110))
         legend(figure, drawn[0])
         save(figure, path)
 
@@ -211,11 +201,8 @@ def run(arguments: argparse.Namespace) -> str:
     if arguments.plot is not None:
         claim_file(arguments.plot)
     traffic = PoolTraffic(seed=arguments.seed)
-    usages = [
-        simulate(traffic, block_size=block_size, paged=paged)
-        for block_size in BLOCK_SIZES
-        for paged in (True, False)
-    ]
+    arms = itertools.product(BLOCK_SIZES, _NAMES)
+    usages = [simulate(traffic, block_size=block_size, paged=paged) for block_size, paged in arms]
     if arguments.plot is not None:
         plot(usages, arguments.plot)
     if arguments.json:

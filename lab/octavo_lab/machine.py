@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -55,32 +56,27 @@ def served(endpoint: str) -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def _cpu_model() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:
     """Return the commit of a checkout, marked when files differ from it; None outside of one."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        told = subprocess.run(  # noqa: S603 # our own words, whatever git there is
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
-        )
-    except OSError:
-        return None
-    return told.stdout.strip() or None
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(  # noqa: S603 # our own words, whatever git there is
+            command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
+    return None
 
 
 def _gpus() -> tuple[Any, list[Any]]:
@@ -107,16 +103,11 @@ def gpu_reader() -> Callable[[Sequence[int]], int | None]:
 
 
 def tree_bytes(pid: int) -> int:
-    """Return the resident memory of a process and its children; 0 when it is gone."""
-    try:
+    """Return the resident memory of a process and its children; whoever is gone has none."""
+    total = 0
+    with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
-        return sum(map(_resident_bytes, (root, *root.children(recursive=True))))
-    except psutil.NoSuchProcess:
-        return 0
-
-
-def _resident_bytes(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.NoSuchProcess:
-        return 0
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+    return total

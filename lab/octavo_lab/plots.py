@@ -72,11 +72,7 @@ def log_axis(axis: Axis) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure; the suffix says as what.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a figure, or raise OSError; the suffix says as what."""
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

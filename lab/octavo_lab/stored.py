@@ -25,11 +25,7 @@ def write_record(path: Path, record: object) -> None:
 
 
 def read_record(path: Path, kind: type[RecordT]) -> RecordT:
-    """Return the dataclass in a file.
-
-    Raises:
-        BenchError: the file cannot be read, or holds none of this version.
-    """
+    """Return the dataclass in a file; BenchError: it cannot be read, or holds none of this version."""
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes())
     except OSError as error:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import base64
+import itertools
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from octavo_lab.command import BenchError, Flag, add_flags
 
@@ -45,11 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Return the targets, one a line.
-
-    Raises:
-        BenchError: the file of prompts cannot be used, or a header is malformed.
-    """
+    """Return the targets, one a line."""
     if arguments.count < 1 or arguments.words < 1 or arguments.max_tokens < 1:
         raise BenchError("--count, --words and --max-tokens must be at least 1")
     headers = {"Content-Type": ["application/json"]}
@@ -59,31 +56,15 @@ def run(arguments: argparse.Namespace) -> str:
             raise BenchError(f"--header must be NAME:VALUE, got {text!r}")
         headers.setdefault(name.strip(), []).append(value.strip())
     path = "/v1/chat/completions" if arguments.chat else "/v1/completions"
-    prompts = _prompts(arguments)
-    lines = []
-    for _ in range(arguments.count):
-        body = json.dumps(_body(next(prompts), arguments)).encode()
-        target = {
-            "method": "POST",
-            "url": arguments.url.rstrip("/") + path,
-            "header": headers,
-            "body": base64.b64encode(body).decode(),
-        }
-        lines.append(json.dumps(target))
-    return "\n".join(lines)
-
-
-def _body(prompt: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    target = {"method": "POST", "url": arguments.url.rstrip("/") + path, "header": headers}
     # Every request has the same amount of work, so that a rate means something.
-    body: dict[str, Any] = {
-        "model": arguments.model,
-        "max_tokens": arguments.max_tokens,
-        "ignore_eos": True,
-        "stream": arguments.stream,
-    }
-    if arguments.chat:
-        return {**body, "messages": [{"role": "user", "content": prompt}]}
-    return {**body, "prompt": prompt}
+    work = {"max_tokens": arguments.max_tokens, "ignore_eos": True, "stream": arguments.stream}
+    lines = []
+    for prompt in itertools.islice(_prompts(arguments), arguments.count):
+        asked = {"messages": [{"role": "user", "content": prompt}]} if arguments.chat else {"prompt": prompt}
+        body = json.dumps({"model": arguments.model, **work, **asked}).encode()
+        lines.append(json.dumps({**target, "body": base64.b64encode(body).decode()}))
+    return "\n".join(lines)
 
 
 def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
@@ -95,8 +76,7 @@ def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
         given = [line for line in lines if line.strip()]
         if not given:
             raise BenchError(f"{arguments.prompts} holds no prompt")
-        while True:
-            yield from given
+        yield from itertools.cycle(given)
     chance = random.Random(arguments.seed)
     while True:
         yield " ".join(chance.choices(_WORDS, k=arguments.words))

@@ -9,67 +9,75 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from octavo_lab.fleet.workload import FleetConfig, Job
-from octavo_lab.sim import EventLoop, FaultInjector, FaultRates, Recorder, SimCell, SimResult
-from octavo_lab.sim.host import WorkerHost
+from octavo.steptimes import StepTimes
+
+from octavo_lab.sim import (
+    EventLoop,
+    FaultInjector,
+    FaultRates,
+    Recorder,
+    SimCell,
+    SimResult,
+    SimWorkerConfig,
+)
 from scheduler_svc.core import CoreConfig, Effect, FinishChoice, NewRequest, Reject, SchedulerCore
 from scheduler_svc.core.request import SequenceStatus
 
+SLOW_FACTOR: Final = 3.0
+"""How much slower the slow worker of a degraded fleet is."""
+Job = tuple[float, NewRequest]
+"""When (virtual seconds), and what."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
-    """What goes wrong with the fleet, and when (virtual seconds)."""
+class FleetConfig:
+    """The simulated fleet. All of its workers are alike; faults make them differ."""
 
-    slow_workers: tuple[int, ...] = ()
-    slow_factor: float = 3.0
-    draining_worker: int | None = None
-    drains_at_s: float = 0.0
+    num_workers: int = 8
+    worker: SimWorkerConfig = SimWorkerConfig(
+        worker_id="w", step_times=StepTimes.builtin(), num_blocks=8192, prefix_caching=False
+    )
+    faults: FaultRates = FaultRates()
+    """Chances per step of each worker, on top of what the condition brings."""
 
 
-NO_TROUBLE: Final = Trouble()
+STANDARD_FLEET: Final = FleetConfig()
 
 
-class _Requests:
-    """Watches the requests of one core, or of several: which have not ended, and how many have."""
+class RoutedEngine:
+    """A core and its workers, as a router sees them; it follows the requests that the core has."""
 
-    def __init__(self) -> None:
-        self.outstanding: dict[str, None] = {}
+    def __init__(self, cell: SimCell) -> None:
+        self.cell = cell
         self.ended = 0
+        self._outstanding: dict[str, None] = {}
+        cell.observers.append(self)
 
     def submitted(self, spec: NewRequest, now: float) -> None:
         """A request has been sent."""
-        self.outstanding[spec.request_id] = None
+        self._outstanding[spec.request_id] = None
 
     def effects(self, effects: list[Effect], now: float) -> None:
         """Forget what has ended, and count it."""
         for effect in effects:
             if isinstance(effect, Reject) or (isinstance(effect, FinishChoice) and effect.last):
-                self.outstanding.pop(effect.request_id, None)
+                self._outstanding.pop(effect.request_id, None)
                 self.ended += 1
-
-
-class RoutedEngine:
-    """One worker with a core of its own, as a router sees it."""
-
-    def __init__(self, cell: SimCell) -> None:
-        self.cell = cell
-        self._requests = _Requests()
-        cell.observers.append(self._requests)
 
     @property
     def num_requests(self) -> int:
         """Requests that it has taken and not ended."""
-        return len(self._requests.outstanding)
+        return len(self._outstanding)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that it still has to compute, exactly: the rest of each prompt, and of each answer."""
         total = 0
-        for request_id in self._requests.outstanding:
+        for request_id in self._outstanding:
             request = self.cell.core.find(request_id)
             for sequence in request.sequences if request is not None else ():
                 if sequence.status is SequenceStatus.RUNNING:
@@ -89,7 +97,10 @@ def _round_robin(rng: random.Random) -> Router:
     return lambda engines: engines[next(turns) % len(engines)]
 
 
-ROUTERS: Final[dict[str, Callable[[random.Random], Router]]] = {
+LATE: Final = "one queue"
+"""The name of the arm that binds late: all workers are behind one core."""
+ARMS: Final[dict[str, Callable[[random.Random], Router]]] = {
+    LATE: lambda rng: lambda engines: engines[0],
     "round robin": _round_robin,
     "random": lambda rng: rng.choice,
     # Among equals, any.
@@ -99,35 +110,6 @@ ROUTERS: Final[dict[str, Callable[[random.Random], Router]]] = {
     # It sees every engine at every moment, and knows how long each answer will become.
     "least tokens": lambda rng: lambda engines: min(engines, key=lambda one: (one.num_tokens, rng.random())),
 }
-LATE: Final = "one queue"
-"""The name of the arm that binds late."""
-ARMS: Final = (LATE, *ROUTERS)
-
-
-class SimulatedFleet:
-    """Workers behind one core, which binds late, or behind a router and a core for each, which bind early."""
-
-    def __init__(self, cells: Sequence[SimCell], router: Router | None) -> None:
-        self.hosts: list[WorkerHost] = [host for cell in cells for host in cell.hosts.values()]
-        self._engines = [RoutedEngine(cell) for cell in cells]
-        self._open = list(self._engines)
-        self._router = router
-
-    def submit(self, spec: NewRequest) -> None:
-        """Put it into the queue, or bind it to an engine, for good."""
-        engine = self._open[0] if self._router is None else self._router(self._open)
-        engine.cell.submit(spec)
-
-    def drain(self, index: int) -> None:
-        """Let a worker take nothing new; what it has accepted it finishes.
-
-        The core is told, as by a worker that drains; a router just offers it nothing any more.
-        """
-        if self._router is None:
-            cell = self._engines[0].cell
-            cell.perform(cell.core.worker_draining(self.hosts[index].worker_id, cell.loop.now))
-        else:
-            self._open.remove(self._engines[index])
 
 
 def simulate(
@@ -137,24 +119,37 @@ def simulate(
     config: CoreConfig,
     *,
     seed: int = 0,
-    trouble: Trouble = NO_TROUBLE,
+    degraded: bool = False,
 ) -> list[SimResult]:
-    """Run jobs on a fleet until all have ended; return what their clients saw."""
-    loop, recorder, requests = EventLoop(), Recorder(), _Requests()
-    router = None if arm == LATE else ROUTERS[arm](random.Random(seed))
-    workers = [fleet.worker(index) for index in range(fleet.num_workers)]
-    parts = [workers] if router is None else [[worker] for worker in workers]
-    cells = [SimCell(SchedulerCore(config), part, loop, [recorder, requests]) for part in parts]
-    running = SimulatedFleet(cells, router)
-    if fleet.faults != FaultRates():
-        for index, host in enumerate(running.hosts):
-            # One each: what goes wrong in a worker's n-th step does not depend on the others, nor on the arm.
-            FaultInjector(fleet.faults, random.Random(f"{seed} {index}")).install(host)
+    """Run jobs on a fleet until all have ended; return what their clients saw.
+
+    In a degraded fleet one worker is slow, and another drains at half time: it finishes what it has. A core
+    is told, as by a worker that drains; a router just offers it nothing any more.
+    """
+    loop, recorder, router = EventLoop(), Recorder(), ARMS[arm](random.Random(seed))
+    workers = [replace(fleet.worker, worker_id=f"w{index}") for index in range(fleet.num_workers)]
+    parts = [workers] if arm == LATE else [[worker] for worker in workers]
+    engines = [RoutedEngine(SimCell(SchedulerCore(config), part, loop, [recorder])) for part in parts]
+    hosts = [host for engine in engines for host in engine.cell.hosts.values()]
+    for index, host in enumerate(hosts if fleet.faults != FaultRates() else ()):
+        # One each: what goes wrong in a worker's n-th step does not depend on the others, nor on the arm.
+        FaultInjector(fleet.faults, random.Random(f"{seed} {index}")).install(host)
+    taking = list(engines)
+
+    def submit(spec: NewRequest) -> None:
+        router(taking).cell.submit(spec)
+
+    def drain() -> None:
+        if arm == LATE:
+            cell = engines[0].cell
+            cell.perform(cell.core.worker_draining(hosts[1].worker_id, loop.now))
+        else:
+            del taking[1]
+
     for at, spec in jobs:
-        loop.at(at, partial(running.submit, spec))
-    for index in trouble.slow_workers:
-        running.hosts[index].slow_factor = trouble.slow_factor
-    if trouble.draining_worker is not None:
-        loop.at(trouble.drains_at_s, partial(running.drain, trouble.draining_worker))
-    loop.run(stop=lambda: requests.ended == len(jobs))
+        loop.at(at, partial(submit, spec))
+    if degraded:
+        hosts[0].slow_factor = SLOW_FACTOR
+        loop.at((jobs[0][0] + jobs[-1][0]) / 2, drain)
+    loop.run(stop=lambda: sum(engine.ended for engine in engines) == len(jobs))
     return list(recorder.results.values())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,15 +13,16 @@ from octavo.cli import output
 from octavo.cli.durations import duration
 
 from octavo_lab.command import BenchError, BenchInterrupted, claim_folder
-from octavo_lab.ladder.arms import ARMS
-from octavo_lab.ladder.config import PRESETS, RUNGS, LadderConfig
-from octavo_lab.ladder.experiment import Experiment, config_of
-from octavo_lab.ladder.explain import headlines
-from octavo_lab.ladder.pages import write
+from octavo_lab.ladder.config import ARMS, PRESETS, RUNGS, LadderConfig
+from octavo_lab.ladder.experiment import Experiment, LadderRecord
+from octavo_lab.ladder.pages import headlines, write
 from octavo_lab.ladder.report import make_report
 from octavo_lab.ladder.workload import Workload
 from octavo_lab.report import table
 from octavo_lab.serve.plan import parse_slo
+from octavo_lab.stored import read_record
+
+_SLO: Final = "ttft=MS,tpot=MS,e2e=MS"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -48,10 +47,7 @@ SETTINGS: Final[tuple[tuple[str, str, Any, str | None, str], ...]] = (
     ("max_num_seqs", "--max-num-seqs", int, "N", "of all workers (default: 64)"),
     ("max_num_batched_tokens", "--max-num-batched-tokens", int, "N", "of all workers (default: 512)"),
     ("queue_timeout_s", "--queue-timeout", float, "S", "longest wait in the queue (default: 30)"),
-    (
-        *("slo", "--slo", str, "ttft=MS,tpot=MS,e2e=MS"),
-        "what a request must keep to count as good (default: ttft=3000,tpot=500)",
-    ),
+    ("slo", "--slo", str, _SLO, "what a request must keep to count as good (default: ttft=3000,tpot=500)"),
     ("price_per_hour", "--price-per-hour", float, "X", "of this machine, in any currency (default: 1)"),
 )
 """Field of `LadderConfig`, flag, type or choices, metavar, help."""
@@ -72,25 +68,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Measure, write the report, return its summary.
-
-    Raises:
-        BenchError: the arguments are wrong, a stack does not start, or the search fails.
-        BenchInterrupted: asked to stop; the report of what was measured until then has been written.
-    """
+    """Measure, write the report (of what there is, when asked to stop), return its summary."""
     folder: Path | None = arguments.resume or arguments.report_only
     if folder is not None:
-        config = config_of(folder)
+        config = read_record(folder / "config.json", LadderRecord).config
     else:
         folder = arguments.out or Path(time.strftime("octavo-ladder-%Y%m%d-%H%M%S"))
         config = _config(arguments)
         if (folder / "config.json").exists():
-            raise BenchError(
-                f"{folder} holds an experiment: go on with it with --resume, or name another --out"
-            )
+            told = "holds an experiment: go on with it with --resume, or name another --out"
+            raise BenchError(f"{folder} {told}")
     claim_folder(folder)
-    with _Progress() as show:
-        experiment = Experiment(config, folder, Workload(config), show.tell)
+    with output.ProgressLine() as line:
+
+        def show(what: str, fraction: float, left_s: float | None) -> None:
+            left = f"{output.duration(left_s)} left · " if left_s is not None and left_s > 0 else ""
+            line(f"{left}{what}", fraction)
+
+        experiment = Experiment(config, folder, Workload(config), show)
         if arguments.report_only is None:
             _measure(experiment)
     return _report(experiment)
@@ -99,9 +94,9 @@ def run(arguments: argparse.Namespace) -> str:
 def _measure(experiment: Experiment) -> None:
     """Run; when that is ended early, write what there is before the error goes on its way."""
     resume = f"go on with it: octavo bench ladder --resume {experiment.folder}"
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with _interrupted_by_sigterm():
-            experiment.run()
+        experiment.run()
     except KeyboardInterrupt:
         partial = f"{_report(experiment)}\n" if experiment.measured().results else ""
         raise BenchInterrupted(f"{partial}{resume}") from None
@@ -110,20 +105,13 @@ def _measure(experiment: Experiment) -> None:
             output.note(_report(experiment))
         output.note(resume)
         raise
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
     finally:
         signal.signal(signal.SIGTERM, former)
 
 
 def _report(experiment: Experiment) -> str:
     report, met = make_report(experiment.measured()), {None: "", True: "met", False: "missed"}
-    rows = [(one.what, one.measured, one.target, met[one.met], one.article) for one in headlines(report)]
+    rows = [(*told, met[kept], article) for *told, article, kept in headlines(report)]
     told = table(("", "measured", "target", "", "articles"), rows)
     try:
         paths = write(report, experiment.folder)
@@ -133,7 +121,6 @@ def _report(experiment: Experiment) -> str:
 
 
 def _config(arguments: argparse.Namespace) -> LadderConfig:
-
     given = {field: getattr(arguments, field) for field, *_ in SETTINGS}
     given["extra_worker_args"] = tuple(arguments.worker_arg or ()) or None
     given["extra_scheduler_args"] = tuple(arguments.scheduler_arg or ()) or None
@@ -148,12 +135,3 @@ def _config(arguments: argparse.Namespace) -> LadderConfig:
         if isinstance(value, int | float) and field != "seed" and not value > 0:
             raise BenchError(f"{field} must be positive, got {value:g}")
     return config
-
-
-class _Progress(output.ProgressLine):
-    """What runs, how far all of it is, and how long it will take."""
-
-    def tell(self, what: str, fraction: float, left_s: float | None) -> None:
-        """Tell that `what` begins."""
-        left = f"{output.duration(left_s)} left · " if left_s is not None and left_s > 0 else ""
-        super().__call__(f"{left}{what}", fraction)

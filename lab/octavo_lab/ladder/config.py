@@ -1,4 +1,9 @@
-"""What a ladder measures, and how long it may take. Everything here is fixed before the first request."""
+"""What a ladder measures, and how long it may take. Everything here is fixed before the first request.
+
+All arms have the same model, memory, limits and traffic. The static arms come twice: as the source articles
+describe static batching (prompts padded to the longest, finished rows computed until the batch ends), and
+without that waste, so that the reader sees what each part costs.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT, Arm, StaticSettings
 from octavo_lab.load.arrivals import Arrivals, Bursty, Gamma, Poisson
 
+CONTROL: Final = "static"
+"""What everything is compared with: static batching over contiguous memory, as the articles have it."""
+SUBJECT: Final = "continuous-chunked"
+"""What is compared with it: named before anything is measured, and without the help of a prefix cache."""
 BASELINE: Final = "baseline"
 MIDDLE: Final = "middle"
 BEST_STATIC: Final = "best-static"
@@ -23,7 +31,41 @@ RUNGS: Final = {
     OVERLOAD: "1.5 times the capacity of the best arm",
 }
 """Loads, from the lightest; each is one absolute rate for all arms."""
-STEP_WATCHDOG_S: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to serve."""
+
+    name: str
+    title: str
+    static: bool = False
+    buckets: bool = False
+    wasteful: bool = False
+    """Static: prompts padded, finished rows computed."""
+    chunked: bool = False
+    prefix: bool = False
+
+
+_ALL: Final = (
+    Arm(CONTROL, "static, contiguous", static=True, wasteful=True),
+    Arm("static-buckets", "static, contiguous, length buckets", static=True, wasteful=True, buckets=True),
+    Arm("static-nowaste", "static, contiguous, no waste", static=True),
+    Arm("static-buckets-nowaste", "static, contiguous, length buckets, no waste", static=True, buckets=True),
+    Arm("continuous", "continuous, paged"),
+    Arm("continuous-prefix", "continuous, paged, prefix cache", prefix=True),
+    Arm(SUBJECT, "continuous, paged, chunked prefill", chunked=True),
+    Arm(f"{SUBJECT}-prefix", "continuous, paged, chunked prefill, prefix cache", chunked=True, prefix=True),
+)
+ARMS: Final = {arm.name: arm for arm in _ALL}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticSettings:
+    """What a static arm is tuned by."""
+
+    batch_size: int = 8
+    timeout_s: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +85,7 @@ class Backlogged:
 
     def times(self, seed: int) -> Iterator[float]:
         """Yield the times; see `Arrivals`."""
-        yield from itertools.repeat(0.0, self.backlog)
-        yield from self.process.times(seed)
+        return itertools.chain(itertools.repeat(0.0, self.backlog), self.process.times(seed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,15 +162,12 @@ class LadderConfig:
 
     def process(self, rate_per_s: float, backlog: int = 0) -> Arrivals:
         """Return the arrivals at a rate, after so many requests at once."""
-        if backlog:
-            return Backlogged(self.process(rate_per_s), backlog)
-        match self.arrivals:
-            case "gamma":
-                return Gamma(rate_per_s, self.gamma_cv)
-            case "bursty":
-                return Bursty(rate_per_s)
-            case _:
-                return Poisson(rate_per_s)
+        others: dict[str, Arrivals] = {
+            "gamma": Gamma(rate_per_s, self.gamma_cv),
+            "bursty": Bursty(rate_per_s),
+        }
+        process = others.get(self.arrivals, Poisson(rate_per_s))
+        return Backlogged(process, backlog) if backlog else process
 
     def worker_args(self, arm: Arm) -> tuple[str, ...]:
         """Arguments of the worker of an arm; all arms have the same but for what makes them."""
@@ -141,12 +179,22 @@ class LadderConfig:
             f"--max-num-batched-tokens={self.max_num_batched_tokens}",
             f"--max-model-len={self.context}",
             "--pin-budget-blocks=0",
-            *arm.worker_args(),
+            f"--kv-layout={'contiguous' if arm.static else 'paged'}",
+            *(("--padded",) if arm.wasteful else ()),
             *self.extra_worker_args,
         )
 
     def scheduler_args(self, arm: Arm, static: StaticSettings) -> tuple[str, ...]:
         """Arguments of the scheduler of an arm."""
+        buckets = ",".join(map(str, self.bucket_bounds))
+        of_static = (
+            "--batching=static",
+            f"--static-batch-size={static.batch_size}",
+            f"--static-timeout-s={static.timeout_s:g}",
+            "--static-hold-finished" if arm.wasteful else "--no-static-hold-finished",
+            *((f"--static-buckets={buckets}",) if arm.buckets else ()),
+        )
+        of_continuous = ("--chunked-prefill" if arm.chunked else "--no-chunked-prefill",)
         return (
             f"--queue-timeout-standard-s={self.queue_timeout_s:g}",
             # What is compared is how requests are served, not which are turned away.
@@ -155,8 +203,9 @@ class LadderConfig:
             # reported cannot use the memory that it frees, and wins one round trip for that.
             "--window=1",
             # The padded prompts of a large batch are one step, which takes long on a slow machine.
-            f"--step-watchdog-s={STEP_WATCHDOG_S:g}",
-            *arm.scheduler_args(static, self.bucket_bounds),
+            "--step-watchdog-s=300",
+            "--prefix-caching" if arm.prefix else "--no-prefix-caching",
+            *(of_static if arm.static else of_continuous),
             *self.extra_scheduler_args,
         )
 

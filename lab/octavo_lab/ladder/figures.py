@@ -11,15 +11,13 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Final
 
-from octavo_lab.ladder.cells import CellResult
+from octavo_lab.ladder.cells import CellResult, series_to_json
 from octavo_lab.ladder.config import LadderConfig
-from octavo_lab.ladder.watch import series_to_json
 from octavo_lab.load.records import Outcome, RequestMeasurement
 from octavo_lab.load.statistics import Interval, mean_interval, needed, quantile_interval
 from octavo_lab.load.summary import summarize
 from octavo_lab.serve.plan import parse_slo
 
-QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 CDF_POINTS: Final = 100
 SERIES_POINTS: Final = 60
 
@@ -113,6 +111,9 @@ def figures_of(results: Sequence[CellResult], config: LadderConfig) -> Figures:
     waited = [sample for sample in samples if sample.waiting > 0]
     tokens = [one.output_tokens_per_s for one in summaries]
     rate = mean_interval(tokens)
+    counted = [one for one in measured if one.cached_tokens is not None and one.prompt_tokens]
+    prompts = sum(one.prompt_tokens or 0 for one in counted)
+    cached = sum(one.cached_tokens or 0 for one in counted)
     busy_s = (result.run.generator.cpu_s / max(result.run.ended_s, 1e-9) for result in results)
     return Figures(
         arm=first.arm,
@@ -123,11 +124,11 @@ def figures_of(results: Sequence[CellResult], config: LadderConfig) -> Figures:
         requests=len(measured),
         outcomes=_summed(one.outcomes for one in summaries),
         reasons=_summed(one.reasons for one in summaries),
-        e2e=latency(measured, lambda one: one.e2e_s, with_cdf=True),
-        ttft=latency(measured, lambda one: one.ttft_s, with_cdf=True),
+        e2e=latency(measured, lambda one: one.e2e_s),
+        ttft=latency(measured, lambda one: one.ttft_s),
         tpot=latency(measured, lambda one: one.tpot_s, of_all=False),
         itl=_gaps(measured),
-        queue=latency(measured, lambda one: one.queue_s, of_all=False),
+        queue=latency(measured, _queue_s, of_all=False),
         queue_by_bucket=_by_bucket(measured, config.bucket_bounds),
         tokens_per_s=rate,
         requests_per_s=mean_interval([one.requests_per_s for one in summaries]),
@@ -144,7 +145,7 @@ def figures_of(results: Sequence[CellResult], config: LadderConfig) -> Figures:
         host_bytes=max((at.host_bytes for at in samples), default=0),
         device_bytes=max((at.device_bytes for at in samples if at.device_bytes is not None), default=None),
         preemptions=sum(one.preemptions or 0 for one in measured),
-        cached_share=_cached_share(measured),
+        cached_share=cached / prompts if prompts else None,
         cost_per_1k_tokens=config.price_per_hour / 3600 / rate.value * 1000 if rate.value > 0 else None,
         late_sends=sum(one.late_sends for one in summaries),
         max_lateness_s=max((one.lateness_s for one in measured), default=0.0),
@@ -158,28 +159,24 @@ def latency(
     value: Callable[[RequestMeasurement], float | None],
     *,
     of_all: bool = True,
-    with_cdf: bool = False,
 ) -> Latency:
     """Return a latency over all requests; those that were not answered count as slower than all others.
 
     Otherwise an arm that refuses, or keeps waiting, whom it cannot serve would look faster for it. What
-    says nothing of the whole, such as a gap, is told of those answered alone (`of_all` false).
+    says nothing of the whole, such as a gap, is told of those answered alone (`of_all` false), in quantiles.
     """
     values = [value(one) if one.outcome is Outcome.OK else None for one in requests]
     answered = sorted(one for one in values if one is not None)
-    return _latency(answered, len(values) - len(answered) if of_all else 0, with_cdf=with_cdf)
+    told = _latency(answered, len(values) - len(answered) if of_all else 0)
+    places = [round((told.count - 1) * step / CDF_POINTS) for step in range(CDF_POINTS + 1)]
+    cdf_s = tuple(round(answered[place], 4) for place in places if of_all and 0 <= place < len(answered))
+    return replace(told, cdf_s=cdf_s)
 
 
-def _latency(
-    answered: Sequence[float], unanswered: int, *, independent: int | None = None, with_cdf: bool = False
-) -> Latency:
-    count = len(answered) + unanswered
-    quantiles = {name: _quantile(answered, unanswered, at, independent) for name, at in QUANTILES.items()}
-    cdf: tuple[float, ...] = ()
-    if with_cdf and answered:
-        places = [round((count - 1) * step / CDF_POINTS) for step in range(CDF_POINTS + 1)]
-        cdf = tuple(round(answered[place], 4) for place in places if place < len(answered))
-    return Latency(count, unanswered, fmean(answered) if answered else None, **quantiles, cdf_s=cdf)
+def _latency(answered: Sequence[float], unanswered: int, independent: int | None = None) -> Latency:
+    p50, p90, p99 = (_quantile(answered, unanswered, at, independent) for at in (0.5, 0.9, 0.99))
+    mean_s = fmean(answered) if answered else None
+    return Latency(len(answered) + unanswered, unanswered, mean_s, p50, p90, p99)
 
 
 def _quantile(answered: Sequence[float], unanswered: int, at: float, independent: int | None) -> Quantile:
@@ -212,7 +209,11 @@ def _by_bucket(requests: Iterable[RequestMeasurement], bounds: Sequence[int]) ->
     for one in requests:
         tokens = one.offered.prompt_tokens if one.prompt_tokens is None else one.prompt_tokens
         parts[names[bisect.bisect_left(bounds, tokens)]].append(one)
-    return {name: latency(part, lambda one: one.queue_s, of_all=False) for name, part in parts.items()}
+    return {name: latency(part, _queue_s, of_all=False) for name, part in parts.items()}
+
+
+def _queue_s(one: RequestMeasurement) -> float | None:
+    return one.queue_s
 
 
 def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -222,9 +223,3 @@ def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def _mean(values: Iterable[float]) -> float:
     known = list(values)
     return fmean(known) if known else 0.0
-
-
-def _cached_share(requests: Iterable[RequestMeasurement]) -> float | None:
-    told = [one for one in requests if one.cached_tokens is not None and one.prompt_tokens]
-    tokens = sum(one.prompt_tokens or 0 for one in told)
-    return sum(one.cached_tokens or 0 for one in told) / tokens if tokens else None

@@ -5,13 +5,24 @@ Nothing is ever made up for: a percentile that wants more requests than came is 
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from octavo_lab.ladder.arms import ARMS, CONTROL
-from octavo_lab.ladder.config import BASELINE, BEST, BEST_STATIC, MIDDLE, OVERLOAD, LadderConfig
+from scipy.optimize import brentq
+
+from octavo_lab.ladder.config import (
+    ARMS,
+    BASELINE,
+    BEST,
+    BEST_STATIC,
+    CONTROL,
+    MIDDLE,
+    OVERLOAD,
+    LadderConfig,
+)
 from octavo_lab.load.statistics import needed
 
 MIN_WINDOW_S: Final = 5.0
@@ -27,8 +38,6 @@ LONGEST_DRAIN_S: Final = 45.0
 """Wait for what is under way where an arm keeps up with the load."""
 CUT_DRAIN_S: Final = 1.0
 """The same where it cannot: what is not answered counts as slower than all that is."""
-
-
 _Key = tuple[str, str]
 """Arm and rung."""
 
@@ -52,6 +61,11 @@ class LadderCell:
     def name(self) -> str:
         """Names it in files."""
         return f"{self.rung}.{self.repeat}.{self.arm}"
+
+    @property
+    def expected_s(self) -> float:
+        """How long it takes, about."""
+        return self.warm_up_s + self.window_s + DRAIN_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +101,14 @@ class Loads:
         """Least window at the top that tells a rate of a static arm."""
         return SATURATED_BATCHES * self.longest_batch_s
 
-    def least_s(self, rung: str) -> float:
-        """Return the shortest window of a rung."""
-        return max(MIN_WINDOW_S, self.saturated_s if rung == self.top else 0.0)
-
-    def most_s(self, rung: str, repeats: int) -> float:
-        """Return the longest; beyond what a P99 wants, longer windows add little."""
-        return max(self.least_s(rung), 2 * SPARE * needed(0.99) / (repeats * self.rungs[rung]))
-
 
 def loads_of(config: LadderConfig, capacities: Mapping[str, float], longest_batch_s: float = 0.0) -> Loads:
-    """Return the rungs that follow from the arms' capacities.
-
-    The middle is the control's capacity, unless the control is itself (nearly) the best static arm: then
-    it is halfway between the baseline and that.
-    """
+    """Return the rungs that follow from the arms' capacities."""
     best = max(capacities.values())
     best_static = max((rate for arm, rate in capacities.items() if ARMS[arm].static), default=best)
     own = capacities.get(CONTROL, best_static)
     middle, control_rung = own, MIDDLE
+    # Where the control is itself (nearly) the best static arm, the middle lies between the baseline and that.
     if own > 0.95 * best_static and BEST_STATIC in config.rungs:
         middle, control_rung = (own / 2 + best_static) / 2, BEST_STATIC
     rates = {BASELINE: own / 2, MIDDLE: middle, BEST_STATIC: best_static, BEST: best, OVERLOAD: 1.5 * best}
@@ -115,15 +118,13 @@ def loads_of(config: LadderConfig, capacities: Mapping[str, float], longest_batc
 
 def plan_cells(config: LadderConfig, loads: Loads, available_s: float) -> CellPlan:
     """Return the cells that fit into the time, and what they had to give up for it."""
-    repeats = max(1, config.repeats)
-    while True:
+    for repeats in range(max(1, config.repeats), 0, -1):
         windows, scarce = _windows(config, loads, available_s, repeats)
         if not scarce or repeats <= MIN_REPEATS:
             break
-        repeats -= 1
     cells = _in_order(config, loads, windows, repeats)
-    expected_s = sum(cell.warm_up_s + cell.window_s + DRAIN_S for cell in cells)
-    notes = list(_given_up(config, loads, windows, repeats))
+    expected_s = sum(cell.expected_s for cell in cells)
+    notes = [*_given_up(config, loads, windows, repeats)]
     if expected_s > available_s + 1:
         late_s = expected_s - available_s
         notes.append(f"about {late_s:.0f} s longer than the budget: windows have a least length")
@@ -155,24 +156,26 @@ def _windows(
     """Return the window of each arm at each rung, and whether the others' are shorter than they should be."""
     keys = [(arm, rung) for rung in config.rungs for arm in config.arms]
     compared = [key for key in keys if key[0] in config.full_arms and key[1] == loads.control_rung]
-    time_s = available_s - repeats * sum(config.warm_up_of(rung) + DRAIN_S for _, rung in keys)
+    others = [key for key in keys if key not in compared]
+    # So many requests of a rung want so much time in each repeat.
+    wanted_s = {rung: SPARE * needed(0.99) / (repeats * rate) for rung, rate in loads.rungs.items()}
+    time_s = available_s / repeats - sum(config.warm_up_of(rung) + DRAIN_S for _, rung in keys)
     windows: dict[_Key, float] = {}
     if compared:
-        enough = SPARE * needed(0.99) / (repeats * loads.rungs[loads.control_rung])
-        most = COMPARED_SHARE * time_s / (repeats * len(compared))
-        windows = dict.fromkeys(compared, max(MIN_WINDOW_S, min(enough, most)))
-    others = [key for key in keys if key not in windows]
-    left = time_s - repeats * sum(windows.values())
-    shares = {
-        key: (2.0 if key[0] in config.full_arms else 1.0) / loads.rungs[key[1]] ** 0.5 for key in others
-    }
-    least = {key: loads.least_s(key[1]) for key in others}
-    scarce = any(left * share / (repeats * sum(shares.values())) < MIN_WINDOW_S for share in shares.values())
-    windows |= _shared(left / repeats, shares, least)
-    return {key: min(value, loads.most_s(key[1], repeats)) for key, value in windows.items()}, scarce
+        most = COMPARED_SHARE * time_s / len(compared)
+        windows = dict.fromkeys(compared, max(MIN_WINDOW_S, min(wanted_s[loads.control_rung], most)))
+    left_s = time_s - sum(windows.values())
+    weights = {key: (1 + (key[0] in config.full_arms)) / loads.rungs[key[1]] ** 0.5 for key in others}
+    scarce = any(left_s * weight < MIN_WINDOW_S * sum(weights.values()) for weight in weights.values())
+    least_s = dict.fromkeys(config.rungs, MIN_WINDOW_S)
+    least_s[loads.top] = max(MIN_WINDOW_S, loads.saturated_s)
+    windows |= _shared(left_s, weights, {key: least_s[key[1]] for key in others})
+    # Beyond what a P99 wants, longer windows add little.
+    most_s = {rung: max(least, 2 * wanted_s[rung]) for rung, least in least_s.items()}
+    return {key: min(value, most_s[key[1]]) for key, value in windows.items()}, scarce
 
 
-def _shared(time_s: float, shares: Mapping[_Key, float], least_s: Mapping[_Key, float]) -> dict[_Key, float]:
+def _shared(time_s: float, weights: Mapping[_Key, float], least_s: Mapping[_Key, float]) -> dict[_Key, float]:
     """Share time out, by weight, so that nobody gets less than its least while others have more.
 
     What all of them want at least may be more than there is: then each gets `MIN_WINDOW_S` and its part, by
@@ -183,14 +186,12 @@ def _shared(time_s: float, shares: Mapping[_Key, float], least_s: Mapping[_Key, 
     if wanted_s >= spare_s:
         part = spare_s / wanted_s if wanted_s > 0 else 0.0
         return {key: MIN_WINDOW_S + part * (least - MIN_WINDOW_S) for key, least in least_s.items()}
-    open_keys, found = set(shares), dict(least_s)
-    while True:
-        left_s = time_s - sum(least_s[key] for key in found.keys() - open_keys)
-        total = sum(shares[key] for key in open_keys)
-        below = {key for key in open_keys if left_s * shares[key] / total < least_s[key]}
-        if not below:
-            return found | {key: left_s * shares[key] / total for key in open_keys}
-        open_keys -= below
+    # Nobody is below its least at the rate per weight at which all that is given out is what there is.
+    per_weight = brentq(
+        lambda rate: sum(max(least, rate * weights[key]) for key, least in least_s.items()) - time_s,
+        *(0.0, time_s / min(weights.values())),
+    )
+    return {key: max(least, per_weight * weights[key]) for key, least in least_s.items()}
 
 
 def _in_order(
@@ -198,16 +199,12 @@ def _in_order(
 ) -> list[LadderCell]:
     """Interleave the arms: at each rung of each repeat, every arm once, in an order drawn anew."""
     cells = []
-    for repeat in range(repeats):
-        for number, rung in enumerate(config.rungs):
-            seed = config.seed * 10_000 + number * 100 + repeat
-            arms: Sequence[str] = random.Random(seed).sample(config.arms, len(config.arms))
-            for arm in arms:
-                rate = loads.rungs[rung]
-                keeps_up = rate <= 1.01 * loads.capacities[arm]
-                drain_s = LONGEST_DRAIN_S if keeps_up else CUT_DRAIN_S
-                warm_up_s = config.warm_up_of(rung)
-                cells.append(
-                    LadderCell(arm, rung, repeat, rate, warm_up_s, windows[arm, rung], drain_s, seed)
-                )
+    for repeat, (number, rung) in itertools.product(range(repeats), enumerate(config.rungs)):
+        seed = config.seed * 10_000 + number * 100 + repeat
+        rate, warm_up_s = loads.rungs[rung], config.warm_up_of(rung)
+        for arm in random.Random(seed).sample(config.arms, len(config.arms)):
+            keeps_up = rate <= 1.01 * loads.capacities[arm]
+            drain_s = LONGEST_DRAIN_S if keeps_up else CUT_DRAIN_S
+            window_s = windows[arm, rung]
+            cells.append(LadderCell(arm, rung, repeat, rate, warm_up_s, window_s, drain_s, seed))
     return cells

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT
-from octavo_lab.ladder.explain import WORDS, said
+from octavo_lab.ladder.config import ARMS, CONTROL, SUBJECT
 from octavo_lab.ladder.figures import CDF_POINTS, Figures, Quantile
 from octavo_lab.ladder.report import LadderReport
 from octavo_lab.plots import GREEN, GREY, INK, RED, legend, log_axis, panels, percent, styled, svg
@@ -22,34 +19,20 @@ _ORANGE: Final = "#e07b39"
 _BLUE: Final = "#5b8def"
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """One plot, in a file of its own beside the report."""
-
-    file: str
-    title: str
-    caption: str
-    """What is seen."""
-    svg: str
-
-
-def plots(report: LadderReport) -> Iterator[Plot]:
-    """Yield each plot that there is data for."""
+def plots(report: LadderReport) -> Iterator[tuple[str, float, str]]:
+    """Yield each plot that there is data for: its name, the rate that it is of, and itself as SVG."""
     if not report.figures:
         return
     measured = {rung for _, rung in report.figures}
     rung = next(one for one in (report.comparison.control_rung, *report.rungs) if one in measured)
-    figures = {"latency": _latency, "throughput": _throughput} if len(report.rungs) > 1 else {}
-    for name, draw in (figures | {"memory": _memory}).items():
-        yield _plot(name, 0.0, partial(draw, report))
-    for name, draw_rows in (("distributions", _distributions), ("queue", _queues)):
-        yield _plot(name, report.rungs[rung], partial(draw_rows, report.at(rung)))
-
-
-def _plot(name: str, rate: float, draw: Callable[[], Figure]) -> Plot:
-    words = WORDS["plots"][name]
+    rows = report.at(rung)
     with styled():
-        return Plot(f"{name}.svg", words["title"], said(words["caption"], rate=rate), svg(draw()))
+        if len(report.rungs) > 1:
+            yield "latency", 0.0, svg(_latency(report))
+            yield "throughput", 0.0, svg(_throughput(report))
+        yield "memory", 0.0, svg(_memory(report))
+        yield "distributions", report.rungs[rung], svg(_distributions(rows))
+        yield "queue", report.rungs[rung], svg(_queues(rows))
 
 
 def _dashed(arm: str) -> bool:
@@ -80,11 +63,10 @@ def _latency(report: LadderReport) -> Figure:
     figure, (p50, p90, p99) = panels((10.5, 4.6), columns=3, sharey=True)
     for panel, name in ((p50, "p50"), (p90, "p90"), (p99, "p99")):
         shown = [_quantile_line(panel, _series(report, arm), arm, name) for arm in report.arms]
-        panel.set_yscale("log")
+        most = max(report.rungs.values())
+        panel.set(yscale="log", xlabel="requests per second offered", xlim=(0, 1.04 * most))
         log_axis(panel.yaxis)
         panel.set_title(f"P{name[1:]}", loc="left", fontweight="bold")
-        panel.set_xlabel("requests per second offered")
-        panel.set_xlim(0, 1.04 * max(report.rungs.values()))
         if not any(shown):
             panel.annotate("too few requests", (0.5, 0.5), xycoords="axes fraction", ha="center", color=GREY)
     p50.set_ylabel("seconds, end to end")
@@ -94,24 +76,20 @@ def _latency(report: LadderReport) -> Figure:
 
 def _quantile_line(panel: Axes, rows: Sequence[Figures], arm: str, name: str) -> bool:
     """Draw one percentile of one arm over the rungs; return whether there was any."""
-    known: list[tuple[float, float, float, float]] = []
-    beyond: list[tuple[float, float]] = []
-    for row in rows:
-        one: Quantile = getattr(row.e2e, name)
-        if one.interval is not None:
-            value, low, high = one.interval.value, one.interval.low, one.interval.high
-            below, above = 0.0 if low is None else value - low, 0.0 if high is None else high - value
-            known.append((row.rate_per_s, value, max(0.0, below), max(0.0, above)))
-        elif one.over_s:
-            beyond.append((row.rate_per_s, one.over_s))
+    told: list[tuple[float, Quantile]] = [(row.rate_per_s, getattr(row.e2e, name)) for row in rows]
+    known = [(rate, one.interval) for rate, one in told if one.interval is not None]
+    beyond = [(rate, one.over_s) for rate, one in told if one.over_s]
+    values = [one.value for _, one in known]
+    below = [one.value - min(one.value, one.low or one.value) for _, one in known]
+    above = [max(one.value, one.high or one.value) - one.value for _, one in known]
     look = _line(arm)
-    x, y, *error = zip(*known, strict=True) if known else ((), (), (), ())
-    panel.errorbar(x, y, yerr=error, **look, **_POINTS)
+    panel.errorbar([rate for rate, _ in known], values, yerr=(below, above), **look, **_POINTS)
     hollow = {**look, "label": None, "linestyle": "", "markerfacecolor": "none"}
-    panel.plot(*zip(*beyond, strict=True), marker="^", markersize=7, **hollow) if beyond else None
+    if beyond:
+        panel.plot(*zip(*beyond, strict=True), marker="^", markersize=7, **hollow)
     if known and beyond:
-        ends = [known[-1][:2], beyond[0]]
-        panel.plot(*zip(*ends, strict=True), **{**look, "label": None, "linestyle": ":"})
+        ends = (known[-1][0], beyond[0][0]), (values[-1], beyond[0][1])
+        panel.plot(*ends, **{**look, "label": None, "linestyle": ":"})
     return bool(known or beyond)
 
 
@@ -127,10 +105,9 @@ def _throughput(report: LadderReport) -> Figure:
     most = max(report.rungs.values())
     offered = most * float(np.mean([one.offered.output_tokens for one in requests]))
     panel.plot([0, most], [0, offered], color=GREY, linewidth=1, linestyle=":")
-    panel.set_ylim(0, 1.35 * max(row.tokens_per_s.value for row in report.rows()))
-    panel.set_xlim(left=0)
-    panel.set_xlabel("requests per second offered")
-    panel.set_ylabel("output tokens per second")
+    highest = max(row.tokens_per_s.value for row in report.rows())
+    panel.set(ylim=(0, 1.35 * highest), xlim=(0, None))
+    panel.set(xlabel="requests per second offered", ylabel="output tokens per second")
     legend(figure, panel)
     return figure
 
@@ -149,9 +126,8 @@ def _memory(report: LadderReport) -> Figure:
             panel.plot(at, series["external"], color=INK, linewidth=1.0, label="external fragmentation")
         told = f"{ARMS[row.arm].title}\n{share(row.kv_written_waited, 0)} written while others wait"
         panel.set_title(told, loc="left", fontsize=9.5)
-        panel.set_ylim(0, 1)
+        panel.set(ylim=(0, 1), xlabel="seconds")
         panel.yaxis.set_major_formatter(percent)
-        panel.set_xlabel("seconds")
     drawn[0].set_ylabel("share of all slots")
     legend(figure, drawn[0], columns=3)
     return figure
@@ -163,11 +139,9 @@ def _distributions(rows: Sequence[Figures]) -> Figure:
         for row in rows:
             times = getattr(row, kind).cdf_s
             panel.plot(times, np.arange(len(times)) / CDF_POINTS, **_line(row.arm))
-        panel.set_xscale("log")
+        panel.set(xscale="log", xlabel=f"seconds {title}", ylim=(0, 1.01))
         log_axis(panel.xaxis)
         panel.yaxis.set_major_formatter(percent)
-        panel.set_xlabel(f"seconds {title}")
-        panel.set_ylim(0, 1.01)
     drawn[0].set_ylabel("share of requests")
     legend(figure, drawn[0])
     return figure
@@ -179,22 +153,15 @@ def _queues(rows: Sequence[Figures]) -> Figure:
     width = 0.84 / len(rows)
     for number, row in enumerate(rows):
         at = np.arange(len(names)) - 0.42 + width * (number + 0.5)
-        look: dict[str, Any] = {
-            "color": _colour(row.arm),
-            "hatch": "////" if _dashed(row.arm) else None,
-            "linewidth": 0,
-        }
+        look: dict[str, Any] = {"color": _colour(row.arm), "hatch": "////" if _dashed(row.arm) else None}
         middle, tail = (
-            [one.interval.value if one.interval else float("nan") for one in quantiles]
-            for quantiles in zip(
-                *((part.p50, part.p90) for part in row.queue_by_bucket.values()), strict=True
-            )
+            [one.interval.value if (one := getattr(part, name)).interval else float("nan") for part in parts]
+            for parts, name in ((row.queue_by_bucket.values(), "p50"), (row.queue_by_bucket.values(), "p90"))
         )
-        panel.bar(at, middle, width * 0.92, edgecolor="white", label=ARMS[row.arm].title, **look)
+        panel.bar(at, middle, width * 0.92, edgecolor="white", linewidth=0, label=ARMS[row.arm].title, **look)
         panel.plot(at, tail, marker="_", markersize=7, color=INK, linestyle="")
     panel.set_xticks(range(len(names)), [f"{name} tokens" for name in names])
-    panel.set_ylabel("seconds in the queue")
-    panel.set_xlim(-0.5, len(names) - 0.5)
+    panel.set(ylabel="seconds in the queue", xlim=(-0.5, len(names) - 0.5))
     panel.grid(axis="x", visible=False)
     legend(figure, panel)
     return figure

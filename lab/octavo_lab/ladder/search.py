@@ -1,24 +1,20 @@
-"""Tunes the static arms and finds what each arm can serve: docs/ladder.md, "Tuning and capacities".
-
-The capacity of an arm is its throughput when there is always somebody waiting, less `MARGIN`: an open loop
-at the full rate of a server has a queue without bound, however good the server is.
-"""
+"""Tunes the static arms and finds what each arm can serve: docs/ladder.md, "Tuning and capacities"."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Final
 
 from octavo_lab.command import BenchError
-from octavo_lab.ladder.arms import ARMS, CONTROL, Arm, StaticSettings
-from octavo_lab.ladder.cells import LoadDriver
-from octavo_lab.ladder.config import LadderConfig
-from octavo_lab.ladder.stacks import ArmStacks
-from octavo_lab.load.records import Outcome, RequestMeasurement, RunRecord
+from octavo_lab.ladder.cells import ArmStacks, LoadDriver
+from octavo_lab.ladder.config import ARMS, CONTROL, Arm, LadderConfig, StaticSettings
+from octavo_lab.load.records import Outcome, RunRecord
 
 MARGIN: Final = 0.1
+"""What a capacity is below the throughput: at its full rate an open loop queues without bound anywhere."""
 TIE: Final = 0.03
 """Batch sizes that are within this share of the best are as good as it; the smallest is taken."""
 TUNING_LOAD: Final = 0.7
@@ -66,17 +62,15 @@ class SearchResult:
         return max((one.batch_size / self.capacities[name] for name, one in self.static.items()), default=0.0)
 
 
+@dataclass(slots=True)
 class CapacitySearch:
     """Runs the search. What it finds is the caller's to keep."""
 
-    def __init__(
-        self, config: LadderConfig, stacks: ArmStacks, driver: LoadDriver, on_step: Callable[[str], None]
-    ) -> None:
-        self._config = config
-        self._stacks = stacks
-        self._driver = driver
-        self._on_step = on_step
-        self._probes: list[Probe] = []
+    _config: LadderConfig
+    _stacks: ArmStacks
+    _driver: LoadDriver
+    _on_step: Callable[[str], None]
+    _probes: list[Probe] = field(default_factory=list)
 
     @property
     def num_steps(self) -> int:
@@ -87,29 +81,32 @@ class CapacitySearch:
 
     def run(self) -> SearchResult:
         """Measure; return what was found."""
-        config = self._config
-        arms = [ARMS[name] for name in config.arms]
-        capacities: dict[str, float] = {}
-        static: dict[str, StaticSettings] = {}
-        for arm in arms:
+        config, capacities, sizes = self._config, dict[str, float](), dict[str, int]()
+        timeout_s = StaticSettings().timeout_s
+        for arm in (ARMS[name] for name in config.arms):
             self._driver.warm(self._stacks.use(arm, StaticSettings(batch_size=config.batch_sizes[0])))
-            if arm.static:
-                sizes = self._batch_sizes(arm)
-                capacities[arm.name] = (1 - MARGIN) * max(sizes.values())
-                static[arm.name] = StaticSettings(batch_size=min(_ties(sizes)))
-                if arm.name == CONTROL:
-                    static[arm.name] = self._timeout(arm, sizes, capacities[arm.name])
-            else:
+            if not arm.static:
                 capacities[arm.name] = (1 - MARGIN) * self._burst(arm)
-        if CONTROL in static:
-            timeout_s = static[CONTROL].timeout_s
-            static = {name: replace(one, timeout_s=timeout_s) for name, one in static.items()}
+                continue
+            rates = self._batch_sizes(arm)
+            capacities[arm.name] = (1 - MARGIN) * max(rates.values())
+            ties = sorted(size for size, rate in rates.items() if rate >= (1 - TIE) * max(rates.values()))
+            sizes[arm.name] = ties[0]
+            if arm.name == CONTROL:
+                tried = sorted(ties, key=rates.__getitem__)[-TUNED_SIZES:]
+                sizes[arm.name], timeout_s = self._timeout(arm, tried, capacities[arm.name])
+        static = {name: StaticSettings(batch_size=size, timeout_s=timeout_s) for name, size in sizes.items()}
         return SearchResult(static, capacities, tuple(self._probes))
 
     def _batch_sizes(self, arm: Arm) -> dict[int, float]:
-        """Return the throughput of a saturated static arm by batch size."""
+        """Return the throughput of a saturated static arm by batch size.
+
+        All sizes get the same requests, of each length enough for whole batches: none is to win by its own.
+        """
         config, found = self._config, {}
-        count = _probe_requests(config, arm)
+        largest = max(config.batch_sizes)
+        count = max(BATCHES * largest, MIN_PROBE_REQUESTS)
+        count += largest * (len(config.bucket_bounds) + 1) // 2 if arm.buckets else 0
         for batch_size in config.batch_sizes:
             self._on_step(f"{arm.title}: batches of {batch_size}")
             settings = StaticSettings(batch_size=batch_size, timeout_s=min(config.timeouts_s))
@@ -118,21 +115,18 @@ class CapacitySearch:
             found[batch_size] = probe.requests_per_s
         return found
 
-    def _timeout(self, arm: Arm, sizes: dict[int, float], capacity: float) -> StaticSettings:
+    def _timeout(self, arm: Arm, sizes: Sequence[int], capacity: float) -> tuple[int, float]:
         """Return the pair of batch size and timeout with the lowest latency at a moderate load."""
-        config = self._config
-        latencies = {}
-        rate = TUNING_LOAD * capacity
+        config, rate = self._config, TUNING_LOAD * capacity
         least, most = TUNING_REQUESTS
         count = min(most, max(least, round(rate * TUNING_SHARE * config.budget_s)))
-        for batch_size in sorted(_ties(sizes), key=sizes.__getitem__)[-TUNED_SIZES:]:
-            for timeout_s in config.timeouts_s:
-                self._on_step(f"{arm.title}: batches of {batch_size}, timeout {timeout_s:g} s")
-                settings = StaticSettings(batch_size=batch_size, timeout_s=timeout_s)
-                stack = self._stacks.use(arm, settings)
-                run = self._driver.offer(stack, config.process(rate), count, config.seed + 1)
-                probe = self._note(arm, run, kind="timeout", batch_size=batch_size, timeout_s=timeout_s)
-                latencies[settings] = probe.mean_e2e_s
+        latencies = {}
+        for batch_size, timeout_s in itertools.product(sizes, config.timeouts_s):
+            self._on_step(f"{arm.title}: batches of {batch_size}, timeout {timeout_s:g} s")
+            stack = self._stacks.use(arm, StaticSettings(batch_size=batch_size, timeout_s=timeout_s))
+            run = self._driver.offer(stack, config.process(rate), count, config.seed + 1)
+            probe = self._note(arm, run, kind="timeout", batch_size=batch_size, timeout_s=timeout_s)
+            latencies[batch_size, timeout_s] = probe.mean_e2e_s
         return min(latencies, key=latencies.__getitem__)
 
     def _burst(self, arm: Arm) -> float:
@@ -150,38 +144,17 @@ class CapacitySearch:
                 f"search were not answered ({', '.join(reasons)})"
             )
         # A static arm serves whole batches: they count as a whole. Others have a beginning and a tail.
-        begin = 0.0 if arm.static or what["kind"] != "saturated" else 0.25
-        rate, tokens = _throughput(answered, begin, 0.0 if begin == 0.0 else 0.4)
+        whole = arm.static or what["kind"] != "saturated"
+        ends = sorted(answered, key=lambda one: one.ended_s)
+        first, last = (0, len(ends)) if whole else (len(ends) // 4, len(ends) - int(0.4 * len(ends)))
+        took_s = ends[last - 1].ended_s - (ends[first - 1].ended_s if first else 0.0)
         probe = Probe(
             arm=arm.name,
             requests=len(run.requests),
-            requests_per_s=rate,
-            tokens_per_s=tokens,
+            requests_per_s=(last - first) / took_s,
+            tokens_per_s=sum(one.output_tokens for one in ends[first:last]) / took_s,
             mean_e2e_s=fmean(one.e2e_s for one in answered),
             **what,
         )
         self._probes.append(probe)
         return probe
-
-
-def _probe_requests(config: LadderConfig, arm: Arm) -> int:
-    """Return how many requests each batch size of an arm gets: none is to win by the lengths of its own."""
-    largest = max(config.batch_sizes)
-    count = max(BATCHES * largest, MIN_PROBE_REQUESTS)
-    # Enough of each length for whole batches.
-    return count + largest * (len(config.bucket_bounds) + 1) // 2 if arm.buckets else count
-
-
-def _throughput(answered: Sequence[RequestMeasurement], begin: float, tail: float) -> tuple[float, float]:
-    """Return answers and their output tokens per second, without a share of them at either end."""
-    ends = sorted(answered, key=lambda one: one.ended_s)
-    first, last = int(begin * len(ends)), len(ends) - int(tail * len(ends))
-    since = ends[first - 1].ended_s if first else 0.0
-    took = ends[last - 1].ended_s - since
-    return (last - first) / took, sum(one.output_tokens for one in ends[first:last]) / took
-
-
-def _ties(sizes: dict[int, float]) -> list[int]:
-    """Return the batch sizes that are as good as the best."""
-    best = max(sizes.values())
-    return [size for size, rate in sizes.items() if rate >= (1 - TIE) * best]

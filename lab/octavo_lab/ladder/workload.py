@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from octavo import AsyncClient
 
-from octavo_lab.command import BenchError
 from octavo_lab.datasets.corpus import open_corpus
 from octavo_lab.datasets.load import NAMES, Dataset, DatasetConfig, load
 from octavo_lab.datasets.tokenizers import ServiceTokenizer, Tokenizer
@@ -31,35 +30,28 @@ _OWN_TOKENS: Final = 8
 class Workload:
     """Requests that a seed determines, the same for every arm.
 
-    A part of them, `shared_prefix_share`, begins with one of a few system prompts, as requests of real
-    services do; the lengths stay those of the dataset. Only a prefix cache can make something of it.
+    A part begins, as real ones do, with one of a few system prompts: only a prefix cache can use that.
     """
 
+    _tokenizer: Tokenizer
+    """As `split_with` has it."""
+
     def __init__(self, config: LadderConfig) -> None:
+        self.record: dict[str, Any] = {"source": config.dataset}
+        """What is needed to judge it and to repeat it."""
         self._config = config
-        self._tokenizer: _Remembering | None = None
         self._made: dict[int, list[PlannedRequest]] = {}
-        self._record: dict[str, Any] = {"source": config.dataset}
+        # Prompts of files are what they are, and those of Mooncake share what the trace says.
+        synthetic = config.dataset in NAMES and config.dataset != "mooncake"
+        self._shares = synthetic and config.shared_prefix_share > 0
 
     @property
     def description(self) -> str:
         """Where the requests come from, in words."""
-        return str(self._record.get("description", self._config.dataset))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what is needed to judge it and to repeat it."""
-        return self._record
-
-    def recall(self, record: dict[str, Any]) -> None:
-        """Take over what an earlier go has written down."""
-        self._record = dict(record)
+        return str(self.record.get("description", self._config.dataset))
 
     async def prepare(self, endpoint: str) -> None:
-        """Split the corpus with the tokenizer of the service under test.
-
-        Raises:
-            BenchError: there is no such dataset, or it does not fit the context.
-        """
+        """Split texts as the service under test does; BenchError: no such dataset, or it does not fit."""
         async with AsyncClient(endpoint) as client:
             model = (await client.models())[0].id
             await self.split_with(ServiceTokenizer(client, model))
@@ -73,18 +65,13 @@ class Workload:
         return made[:count]
 
     async def split_with(self, tokenizer: Tokenizer) -> None:
-        """Split all texts now; the tokenizer is not asked again.
-
-        Raises:
-            BenchError: there is no such dataset, or it does not fit the context.
-        """
+        """Split all texts now; the tokenizer is not asked again. Raises as `prepare` does."""
         self._tokenizer, config = _Remembering(tokenizer), self._config
         described = (await self._dataset(config.seed)).description
         sample = await self._make(config.seed, _SAMPLE) if config.dataset in NAMES else []
-        self._tokenizer.close()
         if sample:
             described = f"{described.partition(_PROMPTS)[0]}, a window per seed; prompts from Octavo's corpus"
-            self._record["sample"] = {
+            self.record["sample"] = {
                 "requests": len(sample),
                 "prompt_tokens": fmean(one.prompt_tokens for one in sample),
                 "output_tokens": fmean(one.output_tokens for one in sample),
@@ -95,17 +82,10 @@ class Workload:
                 f"{config.num_shared_prefixes} system prompts of {config.shared_prefix_tokens} tokens, where "
                 "they are long enough"
             )
-        self._record["description"] = described
-
-    @property
-    def _shares(self) -> bool:
-        # Prompts of files are what they are, and those of Mooncake share what the trace says.
-        synthetic = self._config.dataset in NAMES and self._config.dataset != "mooncake"
-        return synthetic and self._config.shared_prefix_share > 0
+        self.record["description"] = described
 
     async def _dataset(self, seed: int) -> Dataset:
         config = self._config
-        assert self._tokenizer is not None, "prepare comes first"
         return await load(
             DatasetConfig(
                 source=config.dataset,
@@ -124,7 +104,6 @@ class Workload:
         requests = (await self._dataset(seed)).requests(count)
         if not self._shares:
             return requests
-        assert self._tokenizer is not None
         config, rng = self._config, random.Random(seed)
         # Of the experiment's seed: the same system prompts in all of it. The rest of a prompt is its own.
         texts = await open_corpus(self._tokenizer, config.seed)
@@ -134,27 +113,20 @@ class Workload:
         for one in requests:
             drawn, which = rng.random(), rng.randrange(len(prefixes))
             own = one.prompt_tokens - config.shared_prefix_tokens
-            if drawn < config.shared_prefix_share and own >= _OWN_TOKENS:
-                one = replace(one, prompt=prefixes[which] + corpus.window(own))  # noqa: PLW2901 # or as it is
-            made.append(one)
+            shares = drawn < config.shared_prefix_share and own >= _OWN_TOKENS
+            made.append(replace(one, prompt=prefixes[which] + corpus.window(own)) if shares else one)
         return made
 
 
 class _Remembering:
-    """Asks a tokenizer about each text once."""
+    """Asks a tokenizer about each text once: all of them are split while the service is there."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer: Tokenizer | None = tokenizer
+        self._tokenizer = tokenizer
         self._known: dict[str, list[str]] = {}
 
     async def pieces(self, text: str) -> list[str]:
         """Split; see `octavo_lab.datasets.tokenizers.Tokenizer`."""
         if text not in self._known:
-            if self._tokenizer is None:
-                raise BenchError("a text that was not there at the beginning is to be split")
             self._known[text] = await self._tokenizer.pieces(text)
         return self._known[text]
-
-    def close(self) -> None:
-        """Ask no more."""
-        self._tokenizer = None

@@ -6,6 +6,7 @@ import argparse
 import math
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -138,7 +139,7 @@ def _trials(arguments: argparse.Namespace, target: LatencyTarget, requests: int)
 
         return ServedTrials(arguments, target, requests)
     from octavo_lab.datasets.lengths import of_trace, window  # noqa: PLC0415 # needs the extra `bench`
-    from octavo_lab.fleet.workload import FleetConfig  # noqa: PLC0415 # needs the extra `bench`
+    from octavo_lab.fleet.arms import STANDARD_FLEET  # noqa: PLC0415 # needs the extra `bench`
     from octavo_lab.traces import TRACES  # noqa: PLC0415 # needs the extra `bench`
     from octavo_lab.tune.simulated import SimulatedTrials  # noqa: PLC0415 # needs the extra `bench`
 
@@ -148,7 +149,7 @@ def _trials(arguments: argparse.Namespace, target: LatencyTarget, requests: int)
         raise BenchError(str(error)) from None
     if arguments.dataset not in TRACES:
         raise BenchError(f"a simulation takes the lengths of a trace ({', '.join(TRACES)})")
-    worker = FleetConfig(num_workers=1, num_blocks=arguments.simulate, step_times=times)
+    worker = replace(STANDARD_FLEET.worker, num_blocks=arguments.simulate, step_times=times)
     context = arguments.context or worker.max_model_len
     trace = of_trace(arguments.dataset, context, scale=arguments.scale, folder=arguments.traces)
     asked = window(trace.arrivals, requests, arguments.seed)

@@ -6,10 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from octavo_lab.fleet.arms import LATE, simulate
-from octavo_lab.fleet.workload import FleetConfig
+from octavo_lab.fleet.arms import LATE, FleetConfig, simulate
 from octavo_lab.load.records import Offered, Outcome, RequestMeasurement
-from octavo_lab.sim import SimResult, poisson, request_of
+from octavo_lab.sim import SimResult, SimWorkerConfig, poisson, request_of
 from octavo_lab.traces import TraceRequest
 from octavo_lab.tune.search import Settings, Trial
 from octavo_lab.tune.target import LatencyTarget, trial_of
@@ -20,8 +19,8 @@ from scheduler_svc.core import CoreConfig
 class SimulatedTrials:
     """Runs trials on a simulated worker. The same rate brings the same requests at the same times."""
 
-    worker: FleetConfig
-    """A fleet of one, with its blocks at full memory utilization."""
+    worker: SimWorkerConfig
+    """With its blocks at full memory utilization."""
     lengths: Sequence[tuple[int, int]]
     """Prompt and output tokens of each request."""
     target: LatencyTarget
@@ -29,7 +28,7 @@ class SimulatedTrials:
 
     def __call__(self, settings: Settings, rate_per_s: float) -> Trial:
         """Run one trial; virtual time costs little, so none is stopped early."""
-        fleet = replace(
+        worker = replace(
             self.worker,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -38,7 +37,8 @@ class SimulatedTrials:
         times = poisson(rate_per_s, random.Random(self.seed))
         jobs = []
         for number, (at, lengths) in enumerate(zip(times, self.lengths, strict=False)):
-            jobs.append((at, request_of(TraceRequest(at, *lengths), f"r{number}", number, fleet.block_size)))
+            jobs.append((at, request_of(TraceRequest(at, *lengths), f"r{number}", number, worker.block_size)))
+        fleet = FleetConfig(num_workers=1, worker=worker)
         results = simulate(LATE, jobs, fleet, CoreConfig(max_waiting_requests=len(jobs) + 1))
         return trial_of(settings, rate_per_s, self.target, [_measured(*one) for one in enumerate(results)])
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from octavo_lab.ladder.cells import CellResult
+from octavo_lab.ladder.cells import CellResult, Sample
 from octavo_lab.ladder.plan import LadderCell
-from octavo_lab.ladder.watch import Sample
 from octavo_lab.load.records import (
     GeneratorRecord,
     Offered,

@@ -7,8 +7,7 @@ from types import TracebackType
 from typing import Self
 
 import pytest
-from octavo_lab.chunked.command import as_json, as_text
-from octavo_lab.chunked.experiment import ChunkedConfig, ChunkedResult, compare
+from octavo_lab.chunked import ChunkedConfig, ChunkedResult, as_json, as_text, compare
 from octavo_lab.command import BenchError
 from octavo_lab.datasets.corpus import Corpus
 from octavo_lab.load.records import Answer, Outcome, TargetRecord

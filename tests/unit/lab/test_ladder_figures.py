@@ -8,10 +8,10 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
-from octavo_lab.ladder.compare import compare, differs, ratio_by_repeat
+from octavo_lab.ladder.cells import Sample, settled
 from octavo_lab.ladder.config import FULL
 from octavo_lab.ladder.figures import Figures, figures_of, latency
-from octavo_lab.ladder.watch import Sample, settled
+from octavo_lab.ladder.report import compare, differs, ratio_by_repeat
 from octavo_lab.load.records import Outcome
 
 from tests.unit.lab.ladder_samples import cell, drawn, request

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT, StaticSettings
-from octavo_lab.ladder.config import FULL, QUICK, RUNGS, LadderConfig
+from octavo_lab.ladder.config import ARMS, CONTROL, FULL, QUICK, RUNGS, SUBJECT, LadderConfig, StaticSettings
 from octavo_lab.ladder.plan import (
     DRAIN_S,
     MIN_WINDOW_S,

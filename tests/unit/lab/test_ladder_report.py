@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from octavo_lab.ladder.arms import ARMS, CONTROL, SUBJECT, StaticSettings
 from octavo_lab.ladder.cells import CellStore
-from octavo_lab.ladder.config import FULL, RUNGS
+from octavo_lab.ladder.config import ARMS, CONTROL, FULL, RUNGS, SUBJECT, StaticSettings
 from octavo_lab.ladder.experiment import LadderRecord, Measurements
-from octavo_lab.ladder.explain import paragraphs
-from octavo_lab.ladder.pages import write
+from octavo_lab.ladder.pages import paragraphs, write
 from octavo_lab.ladder.plan import CellPlan, loads_of, plan_cells
 from octavo_lab.ladder.report import make_report
 from octavo_lab.ladder.search import CapacitySearch, Probe, SearchResult

@@ -60,7 +60,7 @@ def test_workload_without_sharing_has_prompts_that_differ_from_the_start() -> No
 
 
 def test_record_tells_what_was_asked() -> None:
-    told = workload().to_json()
+    told = workload().record
     assert "lognormal" in told["description"]
     assert "50% of the prompts" in told["description"]
     assert 40 < told["sample"]["prompt_tokens"] < 80

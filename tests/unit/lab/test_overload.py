@@ -12,9 +12,8 @@ from octavo_lab.command import BenchError
 from octavo_lab.load.arrivals import Phase, Phases
 from octavo_lab.load.records import Answer, Outcome, RequestMeasurement
 from octavo_lab.load.target import PlannedRequest, Sink
-from octavo_lab.overload.drive import Calibration, Look, Mix, at_load, calibrate, seats_of, through
-from octavo_lab.overload.report import as_text, plot
-from octavo_lab.overload.timeline import Timeline
+from octavo_lab.overload.command import as_text, plot
+from octavo_lab.overload.drive import Calibration, Look, Mix, Timeline, at_load, calibrate, seats_of, through
 
 from tests.unit.lab.runs import request, run
 from tests.unit.lab.test_generator import Serve, Service

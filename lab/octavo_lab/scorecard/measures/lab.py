@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from octavo_lab.chunked.command import as_json
-from octavo_lab.chunked.experiment import ChunkedConfig, measure
+from octavo_lab.chunked import ChunkedConfig, as_json, measure
 from octavo_lab.datasets.load import DatasetConfig, load
 from octavo_lab.datasets.tokenizers import FileTokenizer
 from octavo_lab.ladder.config import QUICK

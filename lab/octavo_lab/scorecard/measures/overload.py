@@ -27,8 +27,17 @@ from octavo_lab.load.records import Outcome, RunRecord
 from octavo_lab.load.summary import summarize
 from octavo_lab.load.targets.octavo import OctavoTarget
 from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
-from octavo_lab.overload.drive import TTFT_SLO_S, Calibration, Mix, at_load, calibrate, drive, through, watch
-from octavo_lab.overload.timeline import Timeline
+from octavo_lab.overload.drive import (
+    TTFT_SLO_S,
+    Calibration,
+    Mix,
+    Timeline,
+    at_load,
+    calibrate,
+    drive,
+    through,
+    watch,
+)
 from octavo_lab.scorecard import Measurement, at_least, at_most, entry, system
 from octavo_lab.scorecard.vllm_server import vllm_serve
 

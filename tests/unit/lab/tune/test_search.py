@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
-from octavo_lab.fleet.workload import FleetConfig
+from octavo_lab.fleet.arms import STANDARD_FLEET
 from octavo_lab.tune.search import BETTER, Settings, SettingsSearch, Space, Trial, TuningResult
 from octavo_lab.tune.simulated import SimulatedTrials
 from octavo_lab.tune.target import LatencyTarget, keeps_up
@@ -85,7 +86,7 @@ def test_search_ends_when_every_rate_is_kept() -> None:
 def test_rate_that_keeps_a_target_for_tokens_alone_is_one_that_the_worker_can_serve(equal: bool) -> None:
     rng = random.Random(5)
     lengths = [(100, 20) if equal else (rng.randint(20, 400), rng.randint(5, 80)) for _ in range(800)]
-    worker = FleetConfig(num_workers=1, num_blocks=2048, max_model_len=512)
+    worker = replace(STANDARD_FLEET.worker, num_blocks=2048, max_model_len=512)
     target = LatencyTarget(percentile=90, tpot_s=0.3)
     trials = SimulatedTrials(worker, lengths[:200], target)
     best = SettingsSearch(Space((16,), (256,)), trials, 4.0).run().best
@@ -159,7 +160,7 @@ def test_search_on_the_simulated_worker_is_within_a_tenth_of_the_grid(
 ) -> None:
     rng = random.Random(5)
     lengths = [(rng.randint(20, 400), rng.randint(5, 80)) for _ in range(150)]
-    worker = FleetConfig(num_workers=1, num_blocks=num_blocks, max_model_len=512)
+    worker = replace(STANDARD_FLEET.worker, num_blocks=num_blocks, max_model_len=512)
     target = LatencyTarget(percentile=90, ttft_s=ttft_s, tpot_s=tpot_s)
     space = Space((4, 16, 64), (64, 256, 1024))
     searched = SettingsSearch(space, SimulatedTrials(worker, lengths, target), 4.0).run()

@@ -1,1 +1,0 @@
-"""What chunked prefill spares running requests while long prompts arrive."""
