@@ -67,9 +67,8 @@ def traffic(
 ) -> Iterator[TraceRequest]:
     """Yield Poisson arrivals for so long, with lengths drawn evenly from ranges."""
     for at in itertools.takewhile(lambda at: at < seconds, poisson(rate_per_s, rng)):
-        yield TraceRequest(
-            at, *(a if a == b else rng.randint(a, b) for a, b in (prompt_tokens, output_tokens))
-        )
+        prompt, output = (a if a == b else rng.randint(a, b) for a, b in (prompt_tokens, output_tokens))
+        yield TraceRequest(at, prompt, output)
 
 
 def steady_decode(num_workers: int, num_seqs: int, steps: int) -> TimedCore:
@@ -100,7 +99,7 @@ def admit_us(num_workers: int, num_requests: int) -> float:
     for index in range(num_requests):
         tokens = [*opening, *(rng.randrange(1000) for _ in range(256))]
         request = request_of(TraceRequest(0.0, len(tokens), 8), f"new-{index}", seed=UNBOUNDED + index)
-        keyed = {"prompt_keys": tuple(chain(ROOT, tokens, 16)), "root_key": ROOT}
+        keyed: dict[str, Any] = {"prompt_keys": tuple(chain(ROOT, tokens, 16)), "root_key": ROOT}
         cell.submit_at(1.0 + index * 0.002, replace(request, prompt_token_ids=tokens, **keyed))
     cell.loop.run(until=1.0 + num_requests * 0.002)
     return 1e6 * statistics.median(core.took_s["submit"])

@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import psutil
@@ -161,8 +161,8 @@ async def cost_ratio() -> Measurement:
             )
             cpu_s = system.cpu_s(system.gateway(stack)) - before
     tokens = (1 + system.ROUNDS) * CONCURRENCY * OUTPUT_TOKENS
-    cpu_us = {"gateway CPU us per token": round(1e6 * cpu_s / tokens, 1)}
-    return system.median_ratio(*rates.values(), **system.rounded(rates), **cpu_us)
+    details: dict[str, Any] = {"gateway CPU us per token": round(1e6 * cpu_s / tokens, 1)}
+    return system.median_ratio(*rates.values(), **system.rounded(rates), **details)
 
 
 # -- beside `vllm serve`

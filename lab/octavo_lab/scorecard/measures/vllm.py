@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -59,11 +58,13 @@ def seeded_resume_mismatches() -> Measurement:
     themselves undisturbed
     """
     enter()
-    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1}
-    nucleus = {"temperature": 1.0, "top_p": 0.95, "min_p": 0.001}
-    drawn = SamplingParams(max_tokens=24, ignore_eos=True, **nucleus, **penalties)
+    drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "min_p": 0.001, "max_tokens": 24}
+    drawn |= {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1}
     prompts = [job.prompt for job in greedy_jobs(49152, count=24, longest=160, max_tokens=1, seed=2)]
-    pairs = [(prompt, replace(drawn, seed=index // 2), index % 2) for index, prompt in enumerate(prompts)]
+    pairs = [
+        (prompt, SamplingParams(**drawn, ignore_eos=True, seed=index // 2), index % 2)
+        for index, prompt in enumerate(prompts)
+    ]
     calm, disturbed = ([EngineJob(*pair) for pair in pairs] for _ in range(2))
     with demo_engine("vllm", **_EXACT, **_EAGER) as engine:
         workload = PlanWorkload(engine, BLOCK_SIZE, MAX_NUM_SEQS, seed=3)
