@@ -33,7 +33,7 @@ def record(entry: Entry, value: float | None = None, reason: str = "", **more: A
         verdict = "ok" if entry.target.met(value) else "short"
     target = None if entry.target is None else str(entry.target)
     told = {"name": entry.name, "measures": entry.measures, "value": value, "unit": entry.unit}
-    found = {"target": target, "verdict": verdict, "seconds": 0.0, "reason": reason, "details": {}}
+    found: Record = {"target": target, "verdict": verdict, "seconds": 0.0, "reason": reason, "details": {}}
     return {**told, **found, **more}
 
 

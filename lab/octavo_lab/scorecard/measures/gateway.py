@@ -161,8 +161,9 @@ async def cost_ratio() -> Measurement:
             )
             cpu_s = system.cpu_s(system.gateway(stack)) - before
     tokens = (1 + system.ROUNDS) * CONCURRENCY * OUTPUT_TOKENS
-    details: dict[str, Any] = {"gateway CPU us per token": round(1e6 * cpu_s / tokens, 1)}
-    return system.median_ratio(*rates.values(), **system.rounded(rates), **details)
+    details: dict[str, Any] = system.rounded(rates)
+    details["gateway CPU us per token"] = round(1e6 * cpu_s / tokens, 1)
+    return system.median_ratio(rates["gateway"], rates["grpc"], **details)
 
 
 # -- beside `vllm serve`
