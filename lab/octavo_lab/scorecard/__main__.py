@@ -12,7 +12,7 @@ from typing import Final
 from octavo.cli import output
 
 from octavo_lab.scorecard import load
-from octavo_lab.scorecard.runner import Record, not_run, run
+from octavo_lab.scorecard.runner import Record, record, run
 
 OUT: Final = Path("build/scorecard.json")
 _COLOURS: Final = {"ok": "green", "short": "red", "error": "red", "measured": "dim", "not run": "dim"}
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(output.paint(row.format("NAME", "VALUE", "UNIT", "TARGET") + "VERDICT", "bold"), flush=True)
     records: list[Record] = []
     for one in entries:
-        found = not_run(one) if one.long and not parsed.long else run(one)
+        wanted = parsed.long or not one.long
+        found = run(one) if wanted else record(one, reason="takes long; LONG=1 runs it", verdict="not run")
         value = "" if found["value"] is None else format_value(found["value"])
         reason = f": {' '.join(found['reason'].split())[:160]}" if found["reason"] else ""
         verdict = output.paint(found["verdict"], _COLOURS[found["verdict"]])

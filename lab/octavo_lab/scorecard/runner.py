@@ -37,11 +37,6 @@ def record(entry: Entry, value: float | None = None, reason: str = "", **more: A
     return {**told, **found, **more}
 
 
-def not_run(entry: Entry) -> Record:
-    """Return the record of a long entry that nobody asked for."""
-    return record(entry, reason="takes long; LONG=1 runs it", verdict="not run")
-
-
 def run(entry: Entry) -> Record:
     """Measure in a child process and judge what comes back."""
     started, timeout_s = time.monotonic(), LONG_TIMEOUT_S if entry.long else TIMEOUT_S
