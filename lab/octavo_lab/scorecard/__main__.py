@@ -12,9 +12,9 @@ from typing import Final
 from octavo.cli import output
 
 from octavo_lab.scorecard import load
-from octavo_lab.scorecard.runner import Record, not_run, run
+from octavo_lab.scorecard.runner import Record, record, run
 
-DEFAULT_OUT: Final = Path("build/scorecard.json")
+OUT: Final = Path("build/scorecard.json")
 _COLOURS: Final = {"ok": "green", "short": "red", "error": "red", "measured": "dim", "not run": "dim"}
 
 
@@ -23,9 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="octavo_lab.scorecard", description=__doc__)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="shell-style pattern on the name")
     parser.add_argument("--long", action="store_true", help="also run what takes more than a minute")
-    parser.add_argument(
-        "--out", type=Path, default=DEFAULT_OUT, metavar="FILE", help=f"default: {DEFAULT_OUT}"
-    )
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help=f"default: {OUT}")
     parser.add_argument("--list", action="store_true", help="only say what there is to measure")
     parsed = parser.parse_args(arguments)
 
@@ -34,10 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.fail(f"no entry is called {parsed.only}")
         return 2
     if parsed.list:
-        rows = [
-            (one.name, one.unit, one.target or "", "long" if one.long else "", one.measures)
-            for one in entries
-        ]
+        rows = [(e.name, e.unit, e.target or "", "long" if e.long else "", e.measures) for e in entries]
         print(output.table(("NAME", "UNIT", "TARGET", "", "MEASURES"), rows))
         return 0
     name, unit = (max(len(getattr(one, cell)) for one in entries) for cell in ("name", "unit"))
@@ -45,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(output.paint(row.format("NAME", "VALUE", "UNIT", "TARGET") + "VERDICT", "bold"), flush=True)
     records: list[Record] = []
     for one in entries:
-        found = not_run(one) if one.long and not parsed.long else run(one)
+        wanted = parsed.long or not one.long
+        found = run(one) if wanted else record(one, reason="takes long; LONG=1 runs it", verdict="not run")
         value = "" if found["value"] is None else format_value(found["value"])
         reason = f": {' '.join(found['reason'].split())[:160]}" if found["reason"] else ""
         verdict = output.paint(found["verdict"], _COLOURS[found["verdict"]])

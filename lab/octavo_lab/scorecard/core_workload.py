@@ -9,10 +9,11 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, ParamSpec
+from functools import partial
+from typing import Any
 
 from octavo.protocol.keys import chain
-from octavo.protocol.steps import KEY_BYTES, Priority, Report
+from octavo.protocol.steps import KEY_BYTES, Priority
 from octavo.steptimes import StepTimes
 
 from octavo_lab.sim import Recorder, SimCell, SimWorkerConfig, poisson, request_of
@@ -24,48 +25,33 @@ TIMES = StepTimes.builtin()
 ROOT = bytes(KEY_BYTES)
 UNBOUNDED = 10**6
 """Length of a queue that takes everything."""
-_P = ParamSpec("_P")
 Range = tuple[int, int]
 
 
 class TimedCore(SchedulerCore):
-    """A core that notes how long its calls take, in seconds of wall time."""
+    """A core that notes how long its calls take: seconds of wall time, by the name of the call."""
 
     def __init__(self, config: CoreConfig) -> None:
         super().__init__(config)
-        self.report_s: list[float] = []
-        self.tick_s: list[float] = []
-        self.submit_s: list[float] = []
-
-    def report(self, worker_id: str, report: Report, now: float) -> list[Effect]:
-        """Take a report in."""
-        return _timed(self.report_s, super().report, worker_id, report, now)
-
-    def tick(self, now: float) -> list[Effect]:
-        """Do what is due."""
-        return _timed(self.tick_s, super().tick, now)
-
-    def submit(self, spec: NewRequest, now: float) -> list[Effect]:
-        """Take a request in."""
-        return _timed(self.submit_s, super().submit, spec, now)
+        self.took_s: dict[str, list[float]] = {"report": [], "tick": [], "submit": []}
+        for name, times in self.took_s.items():
+            setattr(self, name, partial(_timed, times, getattr(self, name)))
 
     def forget(self) -> None:
         """Begin to measure anew."""
-        for times in (self.report_s, self.tick_s, self.submit_s):
+        for times in self.took_s.values():
             times.clear()
 
     def step_us(self) -> float:
         """Return the median cost of one step, from its report to the next plan, in microseconds."""
-        ticks = len(self.tick_s) / len(self.report_s)
-        tick_s = statistics.median(self.tick_s) if self.tick_s else 0.0
-        return 1e6 * (statistics.median(self.report_s) + ticks * tick_s)
+        report_s, tick_s = self.took_s["report"], self.took_s["tick"]
+        ticks = len(tick_s) / len(report_s)
+        return 1e6 * (statistics.median(report_s) + ticks * statistics.median(tick_s or [0.0]))
 
 
-def _timed(
-    times: list[float], call: Callable[_P, list[Effect]], *args: _P.args, **kwargs: _P.kwargs
-) -> list[Effect]:
+def _timed(times: list[float], call: Callable[..., list[Effect]], *args: object) -> list[Effect]:
     began = time.perf_counter()
-    effects = call(*args, **kwargs)
+    effects = call(*args)
     times.append(time.perf_counter() - began)
     return effects
 
@@ -81,11 +67,8 @@ def traffic(
 ) -> Iterator[TraceRequest]:
     """Yield Poisson arrivals for so long, with lengths drawn evenly from ranges."""
     for at in itertools.takewhile(lambda at: at < seconds, poisson(rate_per_s, rng)):
-        yield TraceRequest(at, _between(rng, prompt_tokens), _between(rng, output_tokens))
-
-
-def _between(rng: random.Random, lengths: Range) -> int:
-    return lengths[0] if lengths[0] == lengths[1] else rng.randint(*lengths)
+        prompt, output = (a if a == b else rng.randint(a, b) for a, b in (prompt_tokens, output_tokens))
+        yield TraceRequest(at, prompt, output)
 
 
 def steady_decode(num_workers: int, num_seqs: int, steps: int) -> TimedCore:
@@ -99,7 +82,7 @@ def steady_decode(num_workers: int, num_seqs: int, steps: int) -> TimedCore:
     hosts = cell.hosts.values()
     cell.loop.run(stop=lambda: all(host.num_steps >= 24 for host in hosts))
     core.forget()
-    cell.loop.run(stop=lambda: len(core.report_s) >= steps)
+    cell.loop.run(stop=lambda: len(core.took_s["report"]) >= steps)
     return core
 
 
@@ -116,18 +99,14 @@ def admit_us(num_workers: int, num_requests: int) -> float:
     for index in range(num_requests):
         tokens = [*opening, *(rng.randrange(1000) for _ in range(256))]
         request = request_of(TraceRequest(0.0, len(tokens), 8), f"new-{index}", seed=UNBOUNDED + index)
-        keys = tuple(chain(ROOT, tokens, 16))
-        request = replace(request, prompt_token_ids=tokens, prompt_keys=keys, root_key=ROOT)
-        cell.submit_at(1.0 + index * 0.002, request)
+        keyed: dict[str, Any] = {"prompt_keys": tuple(chain(ROOT, tokens, 16)), "root_key": ROOT}
+        cell.submit_at(1.0 + index * 0.002, replace(request, prompt_token_ids=tokens, **keyed))
     cell.loop.run(until=1.0 + num_requests * 0.002)
-    return 1e6 * statistics.median(core.submit_s)
+    return 1e6 * statistics.median(core.took_s["submit"])
 
 
 class WaitWatch:
-    """Notes who starts when, to judge how often requests are passed by higher classes.
-
-    Requests are told by their seeds.
-    """
+    """Notes who starts when, to judge how often higher classes pass requests; seeds tell who is who."""
 
     def __init__(self, config: CoreConfig) -> None:
         self._config = config
@@ -164,22 +143,20 @@ class WaitWatch:
         found = []
         for number, (now, seed) in enumerate(self._starts, start=1):
             due_at = self._due_at[seed]
-            if seed not in self._passed or due_at > now:
-                continue
-            self._passed.remove(seed)
-            since = bisect_left(self._starts, (due_at, 0))
-            ahead = sum(
-                at <= due_at and self._left_at.get(other, due_at) >= due_at
-                for other, at in self._due_at.items()
-            )
-            found.append((number - since) / (self._config.aging_stride * ahead))
+            if seed in self._passed and due_at <= now:
+                self._passed.remove(seed)
+                since = bisect_left(self._starts, (due_at, 0))
+                ahead = sum(
+                    at <= due_at and self._left_at.get(other, due_at) >= due_at
+                    for other, at in self._due_at.items()
+                )
+                found.append((number - since) / (self._config.aging_stride * ahead))
         return found
 
 
 def waits_over_bound(seconds: float) -> list[float]:
     """Flood two workers with interactive requests beside a few of the other classes, and watch these."""
-    config = CoreConfig(max_waiting_requests=60)
-    watch = WaitWatch(config)
+    watch = WaitWatch(config := CoreConfig(max_waiting_requests=60))
     cell = cell_of(SchedulerCore(config), 2, watch, max_num_seqs=8)
     rng, seeds = random.Random(3), itertools.count(1)
     for priority, rate in ((Priority.INTERACTIVE, 60.0), (Priority.STANDARD, 0.4), (Priority.BATCH, 0.2)):
@@ -193,8 +170,7 @@ def waits_over_bound(seconds: float) -> list[float]:
 
 def gaps_under_prompts(target_itl_s: float | None, seconds: float) -> list[float]:
     """Return the times between tokens of 16 long answers while prompts keep arriving."""
-    recorder = Recorder(gaps=True)
-    core = SchedulerCore(CoreConfig(target_itl_s=target_itl_s))
+    recorder, core = Recorder(gaps=True), SchedulerCore(CoreConfig(target_itl_s=target_itl_s))
     cell = cell_of(core, 1, recorder, max_num_batched_tokens=2048)
     for index in range(16):
         cell.submit_at(0.0, request_of(TraceRequest(0.0, 64, 4000), f"long-{index}", seed=index))
@@ -206,17 +182,16 @@ def gaps_under_prompts(target_itl_s: float | None, seconds: float) -> list[float
     return recorder.token_gaps_s
 
 
-def policy_cell(policy: str, recorder: Recorder, num_workers: int = 2) -> SimCell:
+def policy_cell(policy: str, num_workers: int = 2) -> tuple[SimCell, Recorder]:
     """Return workers of 16 sequences under a policy, with a queue that takes everything."""
-    core = SchedulerCore(CoreConfig(policy=policy, max_waiting_requests=UNBOUNDED))
-    return cell_of(core, num_workers, recorder, max_num_seqs=16)
+    recorder, core = Recorder(), SchedulerCore(CoreConfig(policy=policy, max_waiting_requests=UNBOUNDED))
+    return cell_of(core, num_workers, recorder, max_num_seqs=16), recorder
 
 
 def tenant_ttft_s(policy: str, num_workers: int, *, flood: bool, seconds: float) -> list[float]:
     """Return the times to first token of a tenant's modest traffic, while another floods or not."""
-    recorder = Recorder()
-    cell, seeds = policy_cell(policy, recorder, num_workers), itertools.count(1)
-    for index, (tenant, rate) in enumerate((("modest", 8.0), *([("flood", 60.0)] if flood else [])), start=1):
+    (cell, recorder), seeds = policy_cell(policy, num_workers), itertools.count(1)
+    for index, (tenant, rate) in enumerate((("modest", 8.0), ("flood", 60.0))[: 1 + flood], start=1):
         for arrival in traffic(random.Random(index), rate, seconds, (50, 250), (20, 60)):
             request = request_of(arrival, f"r{(seed := next(seeds))}", seed)
             cell.submit_at(arrival.at, replace(request, tenant=tenant))
@@ -228,28 +203,25 @@ def tenant_ttft_s(policy: str, num_workers: int, *, flood: bool, seconds: float)
     ]
 
 
-def mixed(at: float, rng: random.Random) -> TraceRequest:
+def _mixed(number: int, at: float, rng: random.Random) -> NewRequest:
     """Return a request of middling size."""
-    return TraceRequest(at, rng.randint(50, 400), rng.randint(10, 100))
+    return request_of(TraceRequest(at, rng.randint(50, 400), rng.randint(10, 100)), f"r{number}", number)
 
 
 def capacity_per_s(seconds: float) -> float:
     """Return the mixed requests that two workers finish per second when there are always more."""
-    recorder, rng = Recorder(), random.Random(9)
-    cell = policy_cell("fcfs", recorder)
+    (cell, recorder), rng = policy_cell("fcfs"), random.Random(9)
     for number in range(int(30 * seconds)):
-        cell.submit_at(0.0, request_of(mixed(0.0, rng), f"r{number}", number))
+        cell.submit_at(0.0, _mixed(number, 0.0, rng))
     cell.loop.run(until=seconds)
     return len(recorder.completed) / seconds
 
 
 def deadlines_met(policy: str, rate_per_s: float, seconds: float) -> float:
     """Return the share of mixed requests that end before their deadline on two workers."""
-    recorder, rng = Recorder(), random.Random(9)
-    cell = policy_cell(policy, recorder)
+    (cell, recorder), rng = policy_cell(policy), random.Random(9)
     for number, at in enumerate(itertools.takewhile(lambda at: at < seconds, poisson(rate_per_s, rng))):
         deadline = at + rng.choice([6.0, 12.0, 30.0]) * rng.uniform(0.8, 1.2)
-        request = request_of(mixed(at, rng), f"r{number}", number)
-        cell.submit_at(at, replace(request, deadline=deadline))
+        cell.submit_at(at, replace(_mixed(number, at, rng), deadline=deadline))
     cell.loop.run()
     return len(recorder.completed) / len(recorder.results)

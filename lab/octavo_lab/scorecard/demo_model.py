@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from octavo_lab.scorecard.runner_workload import EngineJob, Reference
@@ -25,11 +25,8 @@ def demo_engine(runner: str, **settings: Any) -> Iterator[StepEngine]:
 
     device = {"device": "cpu"} if runner == "torch" else {}
     wanted = WorkerSettings.load({"model": "demo", "runner": runner, **device, **settings})
-    loaded = load_runner(wanted, quiet)
-    try:
+    with closing(load_runner(wanted, quiet)) as loaded:
         yield build(wanted, loaded).engine
-    finally:
-        loaded.close()
 
 
 def transformers_model() -> Any:
@@ -50,16 +47,10 @@ def transformers_generate_s(model: Any, prompts: Sequence[Sequence[int]], num_to
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    length = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
     started = time.perf_counter()
     with torch.inference_mode():
-        made = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
+        made = model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **length)
     elapsed = time.perf_counter() - started
     if made.shape != (len(prompts), longest + num_tokens):
         raise RuntimeError(f"transformers made {tuple(made.shape)}")
@@ -68,10 +59,5 @@ def transformers_generate_s(model: Any, prompts: Sequence[Sequence[int]], num_to
 
 def judged(reference: Any, jobs: Sequence[EngineJob]) -> dict[str, int]:
     """Count the tokens of greedy jobs that a model of transformers would not have chosen."""
-    judge = Reference(reference)
-    verdicts = [judge.mismatches(job) for job in jobs]
-    return {
-        "tokens": sum(len(job.output) for job in jobs),
-        "unexcused": sum(wrong for wrong, _ in verdicts),
-        "excused": sum(excused for _, excused in verdicts),
-    }
+    unexcused, excused = map(sum, zip(*map(Reference(reference).mismatches, jobs), strict=True))
+    return {"tokens": sum(len(job.output) for job in jobs), "unexcused": unexcused, "excused": excused}

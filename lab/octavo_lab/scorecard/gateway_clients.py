@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,22 +38,16 @@ class Program:
         Raises:
             RuntimeError: it is not installed, or takes too long.
         """
-        if shutil.which(self.command[0]) is None:
-            raise RuntimeError(f"{self.command[0]} is not installed: make clients")
         OUTPUT.mkdir(parents=True, exist_ok=True)
-        log = OUTPUT / f"{self.name}.txt"
+        log, env = OUTPUT / f"{self.name}.txt", {**os.environ, **self.env}
         with log.open("w") as out:
-            out.write(f"$ {' '.join(self.command)}\n")
-            out.flush()
+            print(f"$ {' '.join(self.command)}", file=out, flush=True)
             try:
                 done = subprocess.run(  # noqa: S603 # as listed below
-                    self.command,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    timeout=timeout_s,
-                    check=False,
-                    env={**os.environ, **self.env},
+                    self.command, stdout=out, stderr=out, timeout=timeout_s, check=False, env=env
                 )
+            except FileNotFoundError:
+                raise RuntimeError(f"{self.command[0]} is not installed: make clients") from None
             except subprocess.TimeoutExpired:
                 raise RuntimeError(f"took longer than {timeout_s:g} s") from None
         return done.returncode, log.read_text(errors="replace")
@@ -75,36 +68,22 @@ def programs(base: str, model: str, tokenizer: Path) -> Iterator[Program]:
     """Yield the clients for a gateway at `base`, as http://host:port; `tokenizer` is the model's folder."""
     python, env = str(BIN / "python"), {"OCTAVO_MODEL": model}
     body = f'{{"model": "{model}", "prompt": "One, two,", "max_tokens": 8, "ignore_eos": true'
-    yield Program("openai", (python, str(_PROGRAMS / "openai_client.py"), f"{base}/v1", model))
-    yield Program("langchain-openai", (python, str(_PROGRAMS / "langchain_client.py"), f"{base}/v1", model))
-    curl = ("curl", "-N", "-sS", "--fail-with-body", f"{base}/v1/completions")
-    json_body = ("-H", "content-type: application/json", "-d", f'{body}, "stream": true}}')
-    yield Program("curl", (*curl, *json_body), r"\A\$ .*\n(data: \{.*\n\n){8}data: \[DONE\]\s*\Z")
+    for name in ("openai", "langchain"):
+        client = (python, str(_PROGRAMS / f"{name}_client.py"), f"{base}/v1", model)
+        yield Program(name.replace("langchain", "langchain-openai"), client)
+    curl = f"curl -N -sS --fail-with-body {base}/v1/completions -H content-type:application/json -d".split()
+    streamed = r"\A\$ .*\n(data: \{.*\n\n){8}data: \[DONE\]\s*\Z"
+    yield Program("curl", (*curl, f'{body}, "stream": true}}'), streamed)
     for backend, endpoint in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
-        bench = (
-            *(*BENCH_SERVE, "--backend", backend, "--base-url", base, "--endpoint", endpoint),
-            *("--model", model, "--tokenizer", str(tokenizer), "--dataset-name", "random"),
-            *("--random-input-len", "64", "--random-output-len", "16", "--num-prompts", "16"),
-            *("--max-concurrency", "4", "--ignore-eos", "--seed", "1"),
-        )
+        flags = f"--backend {backend} --base-url {base} --endpoint {endpoint} --model {model}"
+        size = "--dataset-name random --random-input-len 64 --random-output-len 16 --num-prompts 16"
+        flags += f" {size} --max-concurrency 4 --ignore-eos --seed 1"
+        bench = (*BENCH_SERVE, "--tokenizer", str(tokenizer), *flags.split())
         yield Program(f"vllm-bench-serve-{backend}", bench, r"Successful requests:\s+16\b")
-    locust = (python, "-m", "locust", "-f", str(_PROGRAMS / "locustfile.py"), "--headless", "--host", base)
-    yield Program("locust", (*locust, "-u", "4", "-r", "4", "-t", "12s", "--only-summary"), env=env)
-    wrk = ("wrk", "-t1", "-c4", "-d8s", "--timeout", "30s", "-s", str(_PROGRAMS / "wrk.lua"), base)
+    users = f"--headless --host {base} -u 4 -r 4 -t 12s --only-summary".split()
+    locust = (python, "-m", "locust", "-f", str(_PROGRAMS / "locustfile.py"), *users)
+    yield Program("locust", locust, env=env)
+    wrk = ("wrk", "-s", str(_PROGRAMS / "wrk.lua"), *f"-t1 -c4 -d8s --timeout 30s {base}".split())
     yield Program("wrk", wrk, "Requests/sec", "Non-2xx|Socket errors", env)
-    hey = (
-        "hey",
-        "-n",
-        "24",
-        "-c",
-        "4",
-        "-t",
-        "60",
-        "-m",
-        "POST",
-        "-T",
-        "application/json",
-        "-d",
-        f"{body}}}",
-    )
-    yield Program("hey", (*hey, f"{base}/v1/completions"), r"\[200\]\s+24 responses", "Error dist")
+    hey = f"hey -n 24 -c 4 -t 60 -m POST -T application/json {base}/v1/completions -d".split()
+    yield Program("hey", (*hey, f"{body}}}"), r"\[200\]\s+24 responses", "Error dist")

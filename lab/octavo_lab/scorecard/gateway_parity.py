@@ -33,11 +33,11 @@ def answer(base: str, model: str, question: Question) -> dict[str, Any]:
             text = reply.read().decode()
     except urllib.error.HTTPError as error:
         return {"status": error.code, "error": error.read().decode(errors="replace")}
-    if not body.get("stream"):
-        found: dict[str, Any] = json.loads(text)
-        return found
-    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: {")]
-    return _joined([json.loads(event) for event in events])
+    if body.get("stream"):
+        events = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: {")]
+        return _joined([json.loads(event) for event in events])
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
 def _joined(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -60,24 +60,29 @@ def _joined(events: list[dict[str, Any]]) -> dict[str, Any]:
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
     """Yield what differs: text, ends, usage, tokens, and log probabilities beyond the tolerance.
 
-    A last character that `max_tokens` has cut in two is no difference.
+    A last character that `max_tokens` has cut in two is none: we show it as it decodes, and vLLM
+    leaves it out, as the documents say.
     """
     if "choices" not in ours or "choices" not in theirs:
         if ours != theirs:
             yield f"answers: {str(ours)[:200]} and {str(theirs)[:200]}"
         return
-    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        if ours["usage"][name] != theirs["usage"][name]:
-            yield f"{name}: {ours['usage'][name]} and {theirs['usage'][name]}"
+    yield from _unlike(ours["usage"], theirs["usage"], "prompt_tokens", "completion_tokens", "total_tokens")
     if len(ours["choices"]) != len(theirs["choices"]):
         yield f"choices: {len(ours['choices'])} and {len(theirs['choices'])}"
     for one, other in zip(ours["choices"], theirs["choices"], strict=False):
-        for name in ("finish_reason", "stop_reason", "token_ids"):
-            if one.get(name) != other.get(name):
-                yield f"{name}: {one.get(name)!r} and {other.get(name)!r}"
-        if _text(one) != _text(other) and not _ends_within_a_character(one, other):
-            yield f"text: {_text(one)!r} and {_text(other)!r}"
+        yield from _unlike(one, other, "finish_reason", "stop_reason", "token_ids")
+        text, wanted = (it["text"] if "text" in it else it["message"]["content"] for it in (one, other))
+        cut = one["finish_reason"] == other["finish_reason"] == "length" and text.rstrip("\ufffd") == wanted
+        if text != wanted and not cut:
+            yield f"text: {text!r} and {wanted!r}"
         yield from _differing_logprobs(_positions(one), _positions(other))
+
+
+def _unlike(ours: dict[str, Any], theirs: dict[str, Any], *names: str) -> Iterator[str]:
+    for name in names:
+        if ours.get(name) != theirs.get(name):
+            yield f"{name}: {ours.get(name)!r} and {theirs.get(name)!r}"
 
 
 def _differing_logprobs(ours: list[Position], theirs: list[Position]) -> Iterator[str]:
@@ -92,29 +97,12 @@ def _differing_logprobs(ours: list[Position], theirs: list[Position]) -> Iterato
             yield f"best at {at}: {one[2]} and {other[2]}"
 
 
-def _text(choice: dict[str, Any]) -> Any:
-    return choice["text"] if "text" in choice else choice["message"]["content"]
-
-
 def _positions(choice: dict[str, Any]) -> list[Position]:
     """Return the positions of a choice that has log probabilities."""
-    logprobs = choice.get("logprobs") or {}
-    if "tokens" in logprobs:
-        return list(
-            zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
-        )
+    held = choice.get("logprobs") or {}
+    if "tokens" in held:
+        return list(zip(held["tokens"], held["token_logprobs"], held["top_logprobs"], strict=True))
     return [
         (entry["token"], entry["logprob"], {one["token"]: one["logprob"] for one in entry["top_logprobs"]})
-        for entry in logprobs.get("content") or ()
+        for entry in held.get("content") or ()
     ]
-
-
-def _ends_within_a_character(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Return whether the only difference is a last character that `max_tokens` has cut in two.
-
-    We show it as the tokenizer decodes it; vLLM leaves it out. The documents say so.
-    """
-    return bool(
-        ours["finish_reason"] == theirs["finish_reason"] == "length"
-        and _text(ours).rstrip("\ufffd") == _text(theirs)
-    )

@@ -1,8 +1,7 @@
 """Operations on KV memory as an engine makes them, with a model beside it that knows what must hold.
 
 The model keeps the contents of every block, as the key of what was computed into it, and the key sets that an
-observer of the key events would have. Tests choose the operations with Hypothesis, the scorecard
-at random.
+observer of the key events would have. Tests choose the operations with Hypothesis, the scorecard at random.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from worker_svc.kv.errors import IntegrityError, OutOfBlocks, require
+from worker_svc.kv.errors import OutOfBlocks, require
 from worker_svc.kv.memory import PrefixLoad, Promotion
 from worker_svc.kv.paged import PagedMemory
 from worker_svc.kv.pool import BlockPool
@@ -27,30 +26,33 @@ def key_of(chain: int, index: int) -> bytes:
     return bytes((node, index % 256, index // 256)).ljust(16, b"k")
 
 
+def _keys(chain: int, count: int) -> list[bytes]:
+    return [key_of(chain, index) for index in range(count)]
+
+
 @dataclass(slots=True, eq=False)
 class BlockHolder:
     """A sequence that holds blocks."""
 
     chain: int
-    num_tokens: int
-    table: list[int] = field(default_factory=list)
-    computed: int = 0
-    load: PrefixLoad | None = None
+    table: list[int]
+    computed: int
+    load: PrefixLoad | None
 
 
 class MemoryWorkload:
     """A `PagedMemory`, sequences that use it, and the model of both.
 
-    Each operation takes numbers that say what it picks; it does nothing when there is nothing to
-    pick. A violated expectation raises IntegrityError.
+    Operations take numbers that say what they pick, if there is something. They raise IntegrityError when an
+    expectation is violated.
     """
 
     def __init__(
         self, block_size: int, num_blocks: int, num_host_blocks: int, pin_budget: int, first_block: int = 0
     ) -> None:
-        pool = BlockPool(num_blocks, first_block)
         self.block_size = block_size
         self.num_blocks = num_blocks
+        pool = BlockPool(num_blocks, first_block)
         self.memory = PagedMemory(pool, block_size, num_host_blocks, pin_budget)
         self.holders: list[BlockHolder] = []
         self.outcomes: Counter[str] = Counter()
@@ -64,8 +66,7 @@ class MemoryWorkload:
     def admit(self, chain: int, num_tokens: int) -> None:
         """Take in a sequence, or be refused."""
         size = self.block_size
-        keys = [key_of(chain, index) for index in range(num_tokens // size)]
-        match = self.memory.match(keys, num_tokens)
+        match = self.memory.match(_keys(chain, num_tokens // size), num_tokens)
         if num_tokens % 5 == 0:
             # An eviction between the match and its use must not matter.
             self.memory.evict(num_tokens % 7)
@@ -77,15 +78,12 @@ class MemoryWorkload:
             after = self.memory.report(0)
             require("a refusal takes nothing", before == after, (before, after))
             return
-        holder = BlockHolder(
-            chain, num_tokens, placement.block_table, placement.cached_tokens, placement.load
-        )
-        require("admission takes one slot more", len(holder.table) == num_tokens // size + 1)
-        cached = placement.cached_tokens + placement.host_cached_tokens
-        require("something is left to compute", cached < num_tokens)
-        self.outcomes["hit blocks"] += placement.cached_tokens // size
-        self.outcomes["host hit blocks"] += placement.host_cached_tokens // size
-        self.holders.append(holder)
+        table, cached, on_host = placement.block_table, placement.cached_tokens, placement.host_cached_tokens
+        require("admission takes one slot more", len(table) == num_tokens // size + 1)
+        require("something is left to compute", cached + on_host < num_tokens)
+        self.outcomes["hit blocks"] += cached // size
+        self.outcomes["host hit blocks"] += on_host // size
+        self.holders.append(BlockHolder(chain, table, cached, placement.load))
 
     def compute(self, pick: int, num_tokens: int) -> None:
         """Copy what is due, then compute tokens of a sequence and publish the blocks that they fill."""
@@ -118,14 +116,12 @@ class MemoryWorkload:
 
     def grow(self, pick: int) -> None:
         """Give a sequence one more block, if there is one."""
-        if not self.holders:
-            return
-        table = self.holders[pick % len(self.holders)].table
-        try:
-            self.memory.grow(table)
-        except OutOfBlocks:
-            report = self.memory.report(0)
-            require("blocks are refused only when there is none", report.free + report.evictable == 0)
+        if self.holders:
+            try:
+                self.memory.grow(self.holders[pick % len(self.holders)].table)
+            except OutOfBlocks:
+                report = self.memory.report(0)
+                require("blocks are refused only when there is none", report.free + report.evictable == 0)
 
     def release(self, pick: int) -> None:
         """Let a sequence go, whatever it waits for."""
@@ -136,26 +132,20 @@ class MemoryWorkload:
             self.memory.release(holder.table)
             self.memory.drop_abandoned()
 
-    def evict(self, num_blocks: int) -> None:
-        """Evict cached blocks."""
-        self.memory.evict(num_blocks)
-
     def copy_out(self, *, failed: bool) -> None:
         """Perform the demotions that are due, or fail to."""
         copies = self.memory.take_demotions()
-        if failed and copies:
+        self.outcomes["failed demotions" if failed else "demotions"] += len(copies)
+        if failed:
             self.memory.demotions_failed(copies)
-            self.outcomes["failed demotions"] += len(copies)
             return
         for device_block, host_block in copies:
             self._host[host_block] = self._device.get(device_block)
-        self.outcomes["demotions"] += len(copies)
 
     def start_promotions(self, at_most: int) -> None:
         """Start copies to the device; demotions go first."""
         self.copy_out(failed=False)
-        promotions = self.memory.start_promotions(at_most)
-        if promotions:
+        if promotions := self.memory.start_promotions(at_most):
             self._landing.append(promotions)
 
     def land(self, pick: int, *, failed: bool) -> None:
@@ -163,21 +153,19 @@ class MemoryWorkload:
         if not self._landing:
             return
         promotions = self._landing.pop(pick % len(self._landing))
+        self.outcomes["failed promotions" if failed else "promotions"] += len(promotions)
         if failed:
             self.memory.promotions_failed(promotions)
-            self.outcomes["failed promotions"] += len(promotions)
             return
         for promotion in promotions:
             require("what arrives is what was left", self._host[promotion.host_block] == promotion.key)
             self._device[promotion.device_block] = promotion.key
         self.memory.promotions_done(promotions)
-        self.outcomes["promotions"] += len(promotions)
 
     def pin(self, name: int, chain: int, num_blocks: int) -> None:
         """Pin the head of a chain under a name, or unpin the name."""
         if num_blocks:
-            keys = [key_of(chain, index) for index in range(num_blocks)]
-            self.outcomes["pins"] += self.memory.pin(str(name), keys).accepted
+            self.outcomes["pins"] += self.memory.pin(str(name), _keys(chain, num_blocks)).accepted
         else:
             self.memory.unpin(str(name))
 
@@ -219,7 +207,7 @@ class MemoryWorkload:
             lambda: self.compute(pick, rng.randint(1, 2 * self.block_size)): 40,
             lambda: self.grow(pick): 10,
             lambda: self.release(pick): 13,
-            lambda: self.evict(rng.randrange(4)): 2,
+            lambda: self.memory.evict(rng.randrange(4)): 2,
             lambda: self.start_promotions(rng.randrange(1, 5)): 8,
             lambda: self.land(pick, failed=rng.random() < 0.1): 7,
             lambda: self.copy_out(failed=rng.random() < 0.5): 3,
@@ -230,7 +218,6 @@ class MemoryWorkload:
         operation()
 
     def _check_contents(self, holder: BlockHolder) -> None:
-        for index in range(holder.computed // self.block_size):
-            held = self._device.get(holder.table[index])
-            if held != key_of(holder.chain, index):
-                raise IntegrityError("a sequence reads what it computed", f"block {holder.table[index]}")
+        keys = _keys(holder.chain, holder.computed // self.block_size)
+        for block, key in zip(holder.table, keys, strict=False):
+            require("a sequence reads what it computed", self._device.get(block) == key, block)

@@ -31,29 +31,15 @@ def record(entry: Entry, value: float | None = None, reason: str = "", **more: A
     verdict = "error" if value is None else "measured"
     if value is not None and entry.target is not None:
         verdict = "ok" if entry.target.met(value) else "short"
-    return {
-        "name": entry.name,
-        "measures": entry.measures,
-        "value": value,
-        "unit": entry.unit,
-        "target": None if entry.target is None else str(entry.target),
-        "verdict": verdict,
-        "seconds": 0.0,
-        "reason": reason,
-        "details": {},
-        **more,
-    }
-
-
-def not_run(entry: Entry) -> Record:
-    """Return the record of a long entry that nobody asked for."""
-    return record(entry, reason="takes long; LONG=1 runs it", verdict="not run")
+    target = None if entry.target is None else str(entry.target)
+    told = {"name": entry.name, "measures": entry.measures, "value": value, "unit": entry.unit}
+    found: Record = {"target": target, "verdict": verdict, "seconds": 0.0, "reason": reason, "details": {}}
+    return {**told, **found, **more}
 
 
 def run(entry: Entry) -> Record:
     """Measure in a child process and judge what comes back."""
-    started = time.monotonic()
-    timeout_s = LONG_TIMEOUT_S if entry.long else TIMEOUT_S
+    started, timeout_s = time.monotonic(), LONG_TIMEOUT_S if entry.long else TIMEOUT_S
     with tempfile.TemporaryDirectory(prefix="octavo-scorecard-") as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
         command = [sys.executable, "-m", "octavo._child", str(os.getpid()), __name__, entry.name, str(answer)]
@@ -61,17 +47,16 @@ def run(entry: Entry) -> Record:
             process = subprocess.Popen(  # noqa: S603 # our own module
                 command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, process_group=0
             )
-            try:
-                process.wait(timeout_s)
-                said = log.read_text(errors="replace").split("\n")
-                last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
-                reason = f"exit code {process.returncode}: {last}"
-            except subprocess.TimeoutExpired:
-                reason = f"not done within {timeout_s:g} s"
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        try:
+            code = process.wait(timeout_s)
+            said = ["it said nothing", *log.read_text(errors="replace").strip().splitlines()]
+            reason = f"exit code {code}: {said[-1].strip()}"
+        except subprocess.TimeoutExpired:
+            reason = f"not done within {timeout_s:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         found = json.loads(answer.read_text()) if answer.exists() else {"reason": reason}
     return record(entry, **found, seconds=round(time.monotonic() - started, 1))
 

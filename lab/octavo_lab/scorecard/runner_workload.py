@@ -5,6 +5,7 @@ Tests and the scorecard run the same jobs through runners, disturbed or not, and
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import Counter
@@ -35,7 +36,6 @@ class EngineJob:
     cancel_in: Phase | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    handle: int | None = None
     num_left: int = 0
     """Tokens to prefill."""
     num_sealed: int = 0
@@ -55,13 +55,10 @@ class EngineJob:
 
 
 class PlanWorkload:
-    """Runs jobs on one engine. With `disturb`, chunks, skips, preemptions and arrivals are random.
+    """Runs jobs on one engine that has no sequences yet, `max_num_seqs` at the same time.
 
-    Args:
-        engine: with no sequences on it.
-        block_size: of the engine's memory; None names no content, so that nothing is found in a cache.
-        max_num_seqs: sequences under way at the same time.
-        seed: of all chance; what has another seed shares no cached prefix.
+    `block_size` is that of its memory; None names no content, so that nothing is found in a cache. `seed` is
+    of all chance; what has another seed shares no cached prefix.
     """
 
     def __init__(self, engine: StepEngine, block_size: int | None, max_num_seqs: int, seed: int = 0) -> None:
@@ -70,32 +67,24 @@ class PlanWorkload:
         self._block_size = block_size
         self._random = random.Random(seed)
         self._root = root_key("workload", "", str(seed), block_size or 1, b"")
-        self._next_step = 1
-        self._next_handle = 1
+        self._steps, self._handles = itertools.count(1), itertools.count(1)
+        self._asked: dict[int, EngineJob] = {}
+        """The job of each handle that was ever admitted."""
         self.seen: Counter[str] = Counter()
         """What came to pass, and how often."""
 
     def run(self, jobs: Sequence[EngineJob], *, disturb: bool, most: int = 48) -> None:
-        """Run until every job has ended; nothing is left on the engine then.
+        """Run until every job has ended, with its output and logprobs; nothing is left on the engine then.
 
-        Args:
-            jobs: their output and logprobs are filled in.
-            disturb: whether anything but plain execution happens.
-            most: tokens of the largest random chunk.
+        With `disturb`, chunks (of `most` tokens at most), skips, preemptions and arrivals are random.
         """
         waiting = list(jobs)
         live: dict[int, EngineJob] = {}
         while waiting or live:
             plan = self._plan(waiting, live, disturb=disturb, most=most)
-            report = self._engine.run_step(plan, time.perf_counter)
-            self._read(plan, report, waiting, live)
-        self._engine.run_step(self._numbered(), time.perf_counter)
+            self._read(self._engine.run_step(plan, time.perf_counter), waiting, live)
+        self._engine.run_step(Plan(next(self._steps)), time.perf_counter)
         require("nothing is left", self._engine.num_live == 0, self._engine.num_live)
-
-    def _numbered(self, **parts: Any) -> Plan:
-        plan = Plan(self._next_step, **parts)
-        self._next_step += 1
-        return plan
 
     def _plan(
         self, waiting: list[EngineJob], live: dict[int, EngineJob], *, disturb: bool, most: int
@@ -109,44 +98,31 @@ class PlanWorkload:
                 release.append(handle)
             elif disturb and len(live) > 1 and chance() < 0.02:
                 self.seen[f"preempted in {job.phase}"] += 1
-                release.append(handle)
-        for handle in release:
-            job = live[handle]
-            job.handle = None
-            if job.ended is None:
                 waiting.append(job)
+                release.append(handle)
         room = self._max_num_seqs - (len(live) - len(release))
         if disturb and live:
             room = min(room, self._random.randint(0, 4))
         admits = [self._admit(job) for job in waiting[:room]]
+        going = {handle: job for handle, job in live.items() if handle not in release}
         chunks = [
             (handle, self._random.randint(1, most) if disturb else ALL)
-            for handle, job in live.items()
-            if job.num_left and handle not in release and not (disturb and chance() < 0.2)
+            for handle, job in going.items()
+            if job.num_left and not (disturb and chance() < 0.2)
         ]
         if not disturb:
-            chunks.extend((admit.handle, ALL) for admit in admits)
-        skip = [
-            handle
-            for handle, job in live.items()
-            if disturb and not job.num_left and handle not in release and chance() < 0.1
-        ]
+            chunks += [(admit.handle, ALL) for admit in admits]
+        decoding = [handle for handle, job in going.items() if not job.num_left]
+        skip = [handle for handle in decoding if disturb and chance() < 0.1]
         self.seen["skips"] += len(skip)
-        self.seen["mixed steps"] += bool(chunks) and any(not job.num_left for job in live.values())
-        return self._numbered(
-            admit=tuple(admits),
-            prefill=tuple(chunks),
-            skip=tuple(skip),
-            seal=tuple(self._seals(live)),
-            release=tuple(release),
-        )
+        self.seen["mixed steps"] += bool(chunks and decoding)
+        seals = tuple(self._seals(live))
+        return Plan(next(self._steps), tuple(admits), tuple(chunks), tuple(skip), seals, tuple(release))
 
     def _admit(self, job: EngineJob) -> Admit:
-        job.handle = self._next_handle
-        self._next_handle += 1
-        keys = self._keys(job)
-        job.num_sealed = len(keys)
-        return Admit(job.handle, job.tokens, len(job.prompt), job.sampling, job.choice, tuple(keys))
+        handle, keys = next(self._handles), self._keys(job)
+        job.num_sealed, self._asked[handle] = len(keys), job
+        return Admit(handle, job.tokens, len(job.prompt), job.sampling, job.choice, tuple(keys))
 
     def _keys(self, job: EngineJob) -> list[bytes]:
         return chain(self._root, job.tokens, self._block_size) if self._block_size else []
@@ -159,19 +135,16 @@ class PlanWorkload:
             job.num_sealed = len(keys)
         return seals
 
-    def _read(self, plan: Plan, report: Report, waiting: list[EngineJob], live: dict[int, EngineJob]) -> None:
+    def _read(self, report: Report, waiting: list[EngineJob], live: dict[int, EngineJob]) -> None:
         require("steps succeed", report.status is StepStatus.OK, report.errors)
-        planned = {admit.handle: job for admit in plan.admit for job in waiting if job.handle == admit.handle}
         for admitted in report.admitted:
-            job = live[admitted.handle] = planned[admitted.handle]
+            job = live[admitted.handle] = self._asked[admitted.handle]
             waiting.remove(job)
             job.num_left = len(job.tokens) - admitted.cached_tokens - admitted.host_cached_tokens
             self.seen["resumed"] += bool(job.output)
             self.seen["prefix hits"] += bool(admitted.cached_tokens)
             self.seen["host hits"] += bool(admitted.host_cached_tokens)
-        for refused in report.refused:
-            planned[refused.handle].handle = None
-            self.seen["refused"] += 1
+        self.seen["refused"] += len(report.refused)
         for handle in report.released:
             del live[handle]
         for handle, num_tokens in report.prefilled:
@@ -180,29 +153,26 @@ class PlanWorkload:
             live[handle].output.append(token_id)
             live[handle].logprobs.extend(report.logprobs.get(handle, ()))
         for finished in report.finished:
-            job = live.pop(finished.handle)
-            job.handle, job.ended = None, finished.reason
+            live.pop(finished.handle).ended = finished.reason
 
 
+@dataclass(frozen=True, slots=True)
 class Reference:
-    """Greedy decoding as transformers does it, in float32."""
+    """Greedy decoding as transformers does it; `model` is one of its causal language models, in float32."""
 
-    def __init__(self, model: Any) -> None:
-        """`model` is a causal language model of transformers, in float32."""
-        self._model = model
+    model: Any
 
     def mismatches(self, job: EngineJob) -> tuple[int, int]:
         """Return how many tokens of a greedy job the model would not have chosen: (unexcused, excused).
 
-        Each token is judged after the tokens before it. One whose logit is as good as the best is
-        excused, see NEAR_TIE.
+        Each is judged after the tokens before it, and excused when its logit is a NEAR_TIE with the best.
         """
         import torch  # noqa: PLC0415 - heavy
 
         if not job.output:
             return 0, 0
         with torch.inference_mode():
-            logits = self._model(torch.tensor([job.tokens[:-1]])).logits[0, len(job.prompt) - 1 :]
+            logits = self.model(torch.tensor([job.tokens[:-1]])).logits[0, len(job.prompt) - 1 :]
         chosen = torch.tensor(job.output)
         gaps = logits.amax(dim=-1) - logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
         wrong = logits.argmax(dim=-1) != chosen
@@ -214,12 +184,10 @@ def greedy_jobs(vocab_size: int, count: int, longest: int, max_tokens: int, seed
     chooser = random.Random(seed)
     shared = [chooser.randrange(3, vocab_size) for _ in range(longest // 2)]
     phases: tuple[Phase, ...] = ("waiting", "prefill", "decode")
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     jobs = []
     for number in range(count):
         own = [chooser.randrange(3, vocab_size) for _ in range(chooser.randint(1, longest // 2))]
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        job = EngineJob(shared + own if number % 3 == 0 else own, sampling)
-        if number % 5 == 4:
-            job.cancel_in = phases[number // 5 % 3]
-        jobs.append(job)
+        cancel_in = phases[number // 5 % 3] if number % 5 == 4 else None
+        jobs.append(EngineJob([*shared, *own] if number % 3 == 0 else own, sampling, cancel_in=cancel_in))
     return jobs

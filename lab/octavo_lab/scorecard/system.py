@@ -57,12 +57,9 @@ async def until_idle(client: AsyncClient, num_workers: int) -> Status:
 def left_behind(status: Status) -> dict[str, int]:
     """Count what an idle system should not have: blocks in use, and requests without an outcome."""
     pools = [worker.pool for worker in status.workers]
-    return {
-        "blocks not given back": sum(pool.total - pool.free - pool.evictable for pool in pools),
-        "requests unaccounted for": abs(
-            status.arrivals - sum(status.outcomes.values()) - status.live_requests
-        ),
-    }
+    blocks = sum(pool.total - pool.free - pool.evictable for pool in pools)
+    requests = abs(status.arrivals - sum(status.outcomes.values()) - status.live_requests)
+    return {"blocks not given back": blocks, "requests unaccounted for": requests}
 
 
 def gateway(stack: Stack) -> Child:
@@ -117,8 +114,7 @@ async def tokens_per_s(
 
     `ask` makes the request of a number and returns its output tokens, which must be `tokens_each`.
     """
-    room = asyncio.Semaphore(concurrency)
-    first = time.monotonic_ns() % 1_000_003
+    room, first = asyncio.Semaphore(concurrency), time.monotonic_ns() % 1_000_003
 
     async def one(number: int) -> int:
         async with room:
@@ -133,13 +129,11 @@ async def tokens_per_s(
 
 async def in_turns(arms: Mapping[str, Rate], rounds: int = ROUNDS) -> dict[str, list[float]]:
     """Let each arm warm up, then have its rounds in turn, so that what else the machine does hits all."""
-    for rate in arms.values():
-        await rate()
     found: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(rounds):
+    for _ in range(1 + rounds):
         for name, rate in arms.items():
             found[name].append(await rate())
-    return found
+    return {name: rates[1:] for name, rates in found.items()}
 
 
 def median_ratio(over: Sequence[float], under: Sequence[float], **details: Any) -> Measurement:

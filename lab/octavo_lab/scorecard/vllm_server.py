@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,19 +39,10 @@ BENCH_SERVE: Final = (sys.executable, "-c", _BENCH_SERVE)
 
 def limits(max_num_seqs: int, *, serve: bool = False) -> tuple[str, ...]:
     """Return flags that give Octavo's worker and `vllm serve` the same room."""
-    flags = (
-        "--max-num-seqs",
-        str(max_num_seqs),
-        "--max-num-batched-tokens",
-        "512",
-        "--max-model-len",
-        "1024",
-    )
     # vLLM keeps one block for itself.
-    blocks = (
-        ("--block-size", "32", "--num-gpu-blocks-override", "1025") if serve else ("--num-blocks", "1024")
-    )
-    return (*flags, *blocks)
+    blocks = "--block-size 32 --num-gpu-blocks-override 1025" if serve else "--num-blocks 1024"
+    room = f"--max-num-seqs {max_num_seqs} --max-num-batched-tokens 512 --max-model-len 1024"
+    return tuple(f"{room} {blocks}".split())
 
 
 def enter() -> None:
@@ -81,40 +71,40 @@ async def vllm_serve(*arguments: str, dtype: str = "auto") -> AsyncIterator[Vllm
     Raises:
         RuntimeError: it does not come up; with the end of what it said.
     """
-    port = str(free_port())
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="octavo-vllm-serve-") as name:
         model, dtype = model_with_tokenizer(Path(name), dtype)
         server = VllmServer(f"http://127.0.0.1:{port}", model, _environment())
-        command = [
-            # What `vllm serve` runs; the command itself does not start from the CPU build's package.
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-            *("--host", "127.0.0.1", "--port", port, "--dtype", dtype, "--served-model-name", MODEL),
-            *("--gpu-memory-utilization", "0.25", "--disable-uvicorn-access-log", *arguments),
-        ]
+        flags = f"--host 127.0.0.1 --port {port} --dtype {dtype} --served-model-name {MODEL}"
+        flags += " --gpu-memory-utilization 0.25 --disable-uvicorn-access-log"
+        # What `vllm serve` runs; the command itself does not start from the CPU build's package.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += (*flags.split(), *arguments)
         log = Path(name) / "log"
         with log.open("wb") as file:
-            process = subprocess.Popen(command, env=server.environment, stdout=file, stderr=file)  # noqa: S603, ASYNC220 - fixed
+            process = psutil.Popen(command, env=server.environment, stdout=file, stderr=file)
         try:
             if not await _comes_up(process, server.base_url):
                 said = await asyncio.to_thread(log.read_text, errors="replace")
                 raise RuntimeError(f"vllm serve did not come up: {said[-500:]}")
             yield server
         finally:
-            _end(process)
+            with suppress(psutil.NoSuchProcess):
+                family = [process, *process.children(recursive=True)]
+                process.terminate()
+                for one in psutil.wait_procs(family, 20)[1]:
+                    one.kill()
+            process.wait()
 
 
 def _environment() -> dict[str, str]:
     from worker_svc.runner.vllm import installed, placement
 
-    cores = len(os.sched_getaffinity(0))
-    environment = {
-        **os.environ,
-        **(installed.compile_environment() if installed.is_cpu_build() else {}),
-        **placement.environment(os.environ, cores, 1, None),
-    }
+    compiling = installed.compile_environment() if installed.is_cpu_build() else {}
+    ours = placement.environment(os.environ, len(os.sched_getaffinity(0)), 1, None)
     # vLLM binds its threads itself, to both cores if told to reserve none.
+    environment = {**os.environ, **compiling, **ours, "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
     environment.pop("VLLM_CPU_OMP_THREADS_BIND", None)
-    environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
     return environment
 
 
@@ -144,7 +134,7 @@ def model_with_tokenizer(folder: Path, wanted_dtype: str) -> tuple[Path, str]:
     return target, dtype
 
 
-async def _comes_up(process: subprocess.Popen[bytes], base_url: str) -> bool:
+async def _comes_up(process: psutil.Popen, base_url: str) -> bool:
     give_up_at = time.monotonic() + READY_S
     async with aiohttp.ClientSession() as session:
         while process.poll() is None and time.monotonic() < give_up_at:
@@ -154,14 +144,3 @@ async def _comes_up(process: subprocess.Popen[bytes], base_url: str) -> bool:
                         return True
             await asyncio.sleep(0.5)
     return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a server and what it started."""
-    root = psutil.Process(process.pid)
-    family = [root, *root.children(recursive=True)]
-    root.terminate()
-    _, alive = psutil.wait_procs(family, 20)
-    for one in alive:
-        one.kill()
-    process.wait()

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -147,26 +148,17 @@ def _p99_ratio(condition: str, other: str) -> Measurement:
     return Measurement(found.value, {"ratio": plus_minus(found), "ttft_p99_s": p99s, "requests": REQUESTS})
 
 
-@entry("core.late_vs_round_robin", "ratio", at_most(0.6))
-def late_vs_round_robin() -> Measurement:
-    """P99 TTFT of one late-binding queue over that of round robin: Azure conversation trace at 90% of the
-    capacity of eight simulated workers, mean over three windows
-
-    Round robin is the router that looks at nothing.
-    """
-    return _p99_ratio("healthy", "round robin")
-
-
-@entry("core.late_vs_least_tokens", "ratio", at_most(1.05))
-def late_vs_least_tokens() -> Measurement:
-    """the same over an exact least-tokens router, which sees every engine and knows every length"""
-    return _p99_ratio("healthy", "least tokens")
-
-
-@entry("core.late_vs_least_tokens_degraded", "ratio", at_most(0.6))
-def late_vs_least_tokens_degraded() -> Measurement:
-    """the same with one worker three times slower throughout and another draining at half time"""
-    return _p99_ratio("degraded", "least tokens")
+_LATE: Final = """P99 TTFT of one late-binding queue over that of round robin: Azure conversation trace at 90%
+of the capacity of eight simulated workers, mean over three windows"""
+_EXACT: Final = "the same over an exact least-tokens router, which sees every engine and knows every length"
+_DEGRADED: Final = "the same with one worker three times slower throughout and another draining at half time"
+for name, bound, condition, other, measures in (
+    ("round_robin", 0.6, "healthy", "round robin", _LATE),
+    ("least_tokens", 1.05, "healthy", "least tokens", _EXACT),
+    ("least_tokens_degraded", 0.6, "degraded", "least tokens", _DEGRADED),
+):
+    late = partial(_p99_ratio, condition, other)
+    entry(f"core.late_vs_{name}", "ratio", at_most(bound), measures=measures)(late)
 
 
 @entry("core.prefix_hit_gain", "ratio", at_least(1.5))

@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Final
 
 import grpc.aio
@@ -16,20 +17,20 @@ from octavo.v1 import generation_pb2 as pb
 
 from octavo_lab.scorecard import Measurement, at_least, at_most, entry, system
 
-# -- leaks ---------------------------------------------------------------------------------------
+# -- leaks
 
 NUM_STREAMS: Final = 300
 NUM_CLIENTS: Final = 10
 NUM_DYING: Final = 3
 
 
+@dataclass(slots=True)
 class _Tally:
     """Counts what ends the requests of clients that live to see it."""
 
-    def __init__(self) -> None:
-        self.ends: Counter[str] = Counter()
-        self.sent: list[str] = []
-        self.kinds: Counter[str] = Counter()
+    ends: Counter[str] = field(default_factory=Counter)
+    sent: list[str] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
 
     def take(self, event: pb.RequestEvent) -> bool:
         """Take in an event of a request; return whether it ends the request."""
@@ -51,15 +52,13 @@ async def leaks() -> Measurement:
     tally, chance = _Tally(), random.Random(20)
     with system.running(num_workers=2, worker_args=("--num-threads", "1")) as stack:
         async with AsyncClient(stack.endpoint) as watcher:
-            tasks = [
-                asyncio.create_task(_session(stack.endpoint, client, tally, chance.randrange(2**32)))
-                for client in range(NUM_CLIENTS)
-            ]
+            sessions = (_session(stack.endpoint, client, tally, chance) for client in range(NUM_CLIENTS))
+            clients = asyncio.gather(*sessions)
             async for status in watcher.watch_status(0.1):
                 if sum(worker.running for worker in status.workers) >= 16:
                     break
             stack.workers[0].kill()
-            await asyncio.gather(*tasks)
+            await clients
             stack.workers[0].start()
             status = await system.until_idle(watcher, num_workers=2)
     left = {
@@ -70,9 +69,8 @@ async def leaks() -> Measurement:
     return Measurement(sum(left.values()), {"streams": NUM_STREAMS, **left, **seen})
 
 
-async def _session(endpoint: str, client: int, tally: _Tally, seed: int) -> None:
+async def _session(endpoint: str, client: int, tally: _Tally, chance: random.Random) -> None:
     """Be one client: the first few leave in the middle of their answers."""
-    chance, dies = random.Random(seed), client < NUM_DYING
     live: set[str] = set()
     async with grpc.aio.insecure_channel(endpoint) as channel:
         rpc = Connection(endpoint, channel).generation.Session(None)
@@ -84,7 +82,7 @@ async def _session(endpoint: str, client: int, tally: _Tally, seed: int) -> None
                 request.terms.deadline_ms = chance.randint(50, 3000)
             live.add(request.request_id)
             await rpc.write(pb.SessionRequest(generate=request))
-        if not dies:
+        if client >= NUM_DYING:
             tally.sent.extend(live)
         doomed = {request_id for request_id in sorted(live) if chance.random() < 0.3}
         deltas = 0
@@ -94,10 +92,9 @@ async def _session(endpoint: str, client: int, tally: _Tally, seed: int) -> None
                     live.discard(event.request_id)
                 elif event.request_id in doomed and chance.random() < 0.5:
                     doomed.discard(event.request_id)
-                    cancel = pb.CancelRequest(request_id=event.request_id)
-                    await rpc.write(pb.SessionRequest(cancel=cancel))
+                    await rpc.write(pb.SessionRequest(cancel=pb.CancelRequest(request_id=event.request_id)))
                 deltas += event.WhichOneof("event") == "delta"
-            if dies and deltas > 40:
+            if client < NUM_DYING and deltas > 40:
                 return  # Leaving the channel breaks the stream under its requests.
         # A second end would come on the same stream, before its close.
         await rpc.done_writing()
@@ -106,7 +103,7 @@ async def _session(endpoint: str, client: int, tally: _Tally, seed: int) -> None
                 tally.take(event)
 
 
-# -- batching ------------------------------------------------------------------------------------
+# -- batching
 
 
 @entry("e2e.batch_speedup", "times faster", at_least(4))
@@ -131,7 +128,7 @@ async def batch_speedup() -> Measurement:
     return Measurement(together / one_by_one, figures)
 
 
-# -- idle ----------------------------------------------------------------------------------------
+# -- idle
 
 IDLE_S: Final = 10.0
 
@@ -147,10 +144,9 @@ async def idle_cpu() -> Measurement:
             await client.generate(system.PROMPT, max_tokens=8)
             await system.until_idle(client, num_workers=1)
             await asyncio.sleep(1.0)  # Let what follows a request, such as its log line, be over.
-            before = {child.name: system.cpu_s(child) for child in stack.children}
-            started = time.perf_counter()
+            before, started = {one.name: system.cpu_s(one) for one in stack.children}, time.perf_counter()
             await asyncio.sleep(IDLE_S)
-            after = {child.name: system.cpu_s(child) for child in stack.children}
-            elapsed = time.perf_counter() - started
-    shares = {name: round(100 * (after[name] - before[name]) / elapsed, 2) for name in before}
+            spent_s = {one.name: system.cpu_s(one) - before[one.name] for one in stack.children}
+            elapsed_s = time.perf_counter() - started
+    shares = {name: round(100 * cpu_s / elapsed_s, 2) for name, cpu_s in spent_s.items()}
     return Measurement(max(shares.values()), shares)

@@ -8,6 +8,7 @@ import random
 import re
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from octavo_lab.scorecard.gateway_clients import BIN, OUTPUT, Program, programs
 from octavo_lab.scorecard.gateway_parity import answer, differences, questions
 from octavo_lab.scorecard.vllm_server import MODEL, limits, model_with_tokenizer, vllm_serve
 
-# -- clients -------------------------------------------------------------------------------------
+# -- clients
 
 
 @entry("gateway.clients_failing", "count", at_most(0), long=True)
@@ -54,11 +55,9 @@ def schemathesis_5xx() -> Measurement:
     """
     sim = ("--runner", "sim", "--sim-speed", "20", "--max-model-len", "512")
     with system.running(model="sim", worker_args=sim, gateway_port=0) as stack:
-        command = (
-            *(str(BIN / "schemathesis"), "run", f"{system.base_url(stack)}/openapi.json", "--seed", "1"),
-            *("--max-examples", "60", "--checks", "not_a_server_error", "--continue-on-failure"),
-            *("--phases", "examples,coverage,fuzzing", "--request-timeout", "60"),
-        )
+        flags = f"run {system.base_url(stack)}/openapi.json --seed 1 --max-examples 60 --request-timeout 60"
+        checks = "--checks not_a_server_error --continue-on-failure --phases examples,coverage,fuzzing"
+        command = (str(BIN / "schemathesis"), *f"{flags} {checks}".split())
         env = {"NO_COLOR": "1", "PYTHONHASHSEED": "0"}
         _, said = Program("schemathesis", command, env=env).run(1200.0)
         statuses = _statuses(stack)
@@ -71,14 +70,13 @@ def schemathesis_5xx() -> Measurement:
 
 def _statuses(stack: Stack) -> Counter[str]:
     """Return how many requests were answered with each status."""
-    found = Counter[str]()
-    counted = r'octavo_gateway_requests_total\{.*?status="(\d+)"\} (\S+)'
+    found, counted = Counter[str](), r'octavo_gateway_requests_total\{.*?status="(\d+)"\} (\S+)'
     for status, count in re.findall(counted, system.metrics(system.base_url(stack))):
         found[status] += int(float(count))
     return found
 
 
-# -- leaks ---------------------------------------------------------------------------------------
+# -- leaks
 
 NUM_STREAMS: Final = 200
 STREAM_TOKENS: Final = 64
@@ -92,29 +90,22 @@ async def leaks() -> Measurement:
     Everything has to be as before, in the gateway, the scheduler and the worker.
     """
     chance = random.Random(7)
+    leave_after = [None if number % 2 else chance.random() * 3.0 for number in range(NUM_STREAMS)]
     args = ("--runner", "sim", "--max-num-seqs", "64")
     with system.running(model="sim", worker_args=args, gateway_port=0) as stack:
-        process = psutil.Process(system.gateway(stack).process.pid)
+        base, process = system.base_url(stack), psutil.Process(system.gateway(stack).process.pid)
         async with AsyncClient(stack.endpoint) as watcher:
-            await _stream(stack, 0, None)
+            await _stream(base, 0, None)
             descriptors = process.num_fds()
-            staying = [None if number % 2 else chance.random() * 3.0 for number in range(NUM_STREAMS)]
-            complete = await asyncio.gather(
-                *(_stream(stack, number, leaves_after) for number, leaves_after in enumerate(staying))
-            )
+            incomplete = await asyncio.gather(*(_stream(base, *one) for one in enumerate(leave_after)))
             status = await system.until_idle(watcher, num_workers=1)
         for _ in range(100):  # Connections need time to close.
             if (more := process.num_fds() - descriptors) <= 0:
                 break
             await asyncio.sleep(0.1)
-        gauge = re.findall(
-            r"octavo_gateway_running_requests\{.*?\} (\S+)", system.metrics(system.base_url(stack))
-        )
+        gauge = re.findall(r"octavo_gateway_running_requests\{.*?\} (\S+)", system.metrics(base))
         left = {
-            "incomplete": sum(
-                leaves_after is None and not whole
-                for leaves_after, whole in zip(staying, complete, strict=True)
-            ),
+            "incomplete": sum(incomplete),
             "descriptors": max(0, more),
             "running in the gateway": int(sum(map(float, gauge))),
             **system.left_behind(status),
@@ -123,19 +114,18 @@ async def leaks() -> Measurement:
     return Measurement(sum(left.values()), {**left, **seen})
 
 
-async def _stream(stack: Stack, number: int, leaves_after: float | None) -> bool:
-    """Read a stream to its end on a connection of its own, or leave it; return whether it was complete."""
+async def _stream(base: str, number: int, leave_after: float | None) -> bool:
+    """Read a stream on a connection of its own, or leave it; return whether it ended before it should."""
     async with aiohttp.ClientSession() as session:
         try:
-            async with asyncio.timeout(system.READY_S if leaves_after is None else leaves_after):
-                base, prompt = system.base_url(stack), system.prompt(number)
-                tokens = await system.completion(session, base, "sim", prompt, STREAM_TOKENS)
+            async with asyncio.timeout(leave_after or system.READY_S):
+                tokens = await system.completion(session, base, "sim", system.prompt(number), STREAM_TOKENS)
         except (TimeoutError, aiohttp.ClientError, RuntimeError):
-            return False
-    return tokens == STREAM_TOKENS
+            return leave_after is None
+    return leave_after is None and tokens != STREAM_TOKENS
 
 
-# -- cost ----------------------------------------------------------------------------------------
+# -- cost
 
 CONCURRENCY: Final = 32
 OUTPUT_TOKENS: Final = 48
@@ -155,23 +145,19 @@ async def cost_ratio() -> Measurement:
             base, model = system.base_url(stack), (await client.models())[0].id
 
             async def over_grpc(number: int) -> int:
-                tokens = 0
-                async for delta in client.stream(
+                deltas = client.stream(
                     system.prompt(number), max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True
-                ):
-                    tokens += len(delta.token_ids)
-                return tokens
+                )
+                return sum([len(delta.token_ids) async for delta in deltas])
 
             async def over_http(number: int) -> int:
                 return await system.completion(session, base, model, system.prompt(number), OUTPUT_TOKENS)
 
             before = system.cpu_s(system.gateway(stack))
             size = (CONCURRENCY, CONCURRENCY, OUTPUT_TOKENS)
+            arms = {"gateway": over_http, "grpc": over_grpc}
             rates = await system.in_turns(
-                {
-                    "gateway": lambda: system.tokens_per_s(over_http, *size),
-                    "grpc": lambda: system.tokens_per_s(over_grpc, *size),
-                }
+                {name: partial(system.tokens_per_s, ask, *size) for name, ask in arms.items()}
             )
             cpu_s = system.cpu_s(system.gateway(stack)) - before
     tokens = (1 + system.ROUNDS) * CONCURRENCY * OUTPUT_TOKENS
@@ -180,7 +166,7 @@ async def cost_ratio() -> Measurement:
     return system.median_ratio(rates["gateway"], rates["grpc"], **details)
 
 
-# -- beside `vllm serve` -------------------------------------------------------------------------
+# -- beside `vllm serve`
 
 
 @entry("gateway.vllm_mismatches", "count", at_most(0), long=True)
@@ -190,23 +176,23 @@ async def vllm_mismatches() -> Measurement:
     The same model in float32. One server after the other, one request after the other: each has the machine
     to itself.
     """
-    wanted = questions()
     eager = ("--dtype", "float32", "--enforce-eager")
     with system.running(worker_args=("--runner", "vllm", *limits(32), *eager), gateway_port=0) as stack:
         model = _model(stack)
-        ours = [answer(system.base_url(stack), model, one) for one in wanted]
+        ours = [answer(system.base_url(stack), model, one) for one in questions()]
     async with vllm_serve(*limits(32, serve=True), eager[-1], dtype="float32") as server:
-        theirs = [answer(server.base_url, MODEL, one) for one in wanted]
-    OUTPUT.mkdir(parents=True, exist_ok=True)
+        theirs = [answer(server.base_url, MODEL, one) for one in questions()]
+    asked = list(zip(questions(), ours, theirs, strict=True))
     kept = [
         {"path": path, "body": body, "octavo": mine, "vllm serve": yours}
-        for (path, body), mine, yours in zip(wanted, ours, theirs, strict=True)
+        for (path, body), mine, yours in asked
     ]
+    OUTPUT.mkdir(parents=True, exist_ok=True)
     (OUTPUT / "vllm-answers.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False))
     found = {
         f"{number} {path} {json.dumps(body, ensure_ascii=False)}": differing
-        for number, ((path, body), mine, yours) in enumerate(zip(wanted, ours, theirs, strict=True))
+        for number, ((path, body), mine, yours) in enumerate(asked)
         if (differing := [*differences(mine, yours)])
     }
     answered = sum("choices" in one for one in theirs)
-    return Measurement(len(found), {"requests": len(wanted), "answered by vllm serve": answered, **found})
+    return Measurement(len(found), {"requests": len(asked), "answered by vllm serve": answered, **found})

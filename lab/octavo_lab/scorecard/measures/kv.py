@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Final, TypeVar
 
 from octavo_lab.fragmentation import PoolTraffic, simulate
@@ -37,9 +38,7 @@ def audit_failures() -> Measurement:
     met = Counter[str]()
     for first in range(0, NUM_OPERATIONS, OPERATIONS_PER_POOL):
         rng = random.Random(first)
-        workload = MemoryWorkload(
-            4, rng.randint(12, 96), rng.randint(0, 48), 4, first_block=rng.randint(0, 1)
-        )
+        workload = MemoryWorkload(4, rng.randint(12, 96), rng.randint(0, 48), 4, rng.randint(0, 1))
         try:
             for operation in range(OPERATIONS_PER_POOL):
                 workload.random_operation(rng)
@@ -61,31 +60,28 @@ def us_per_block() -> Measurement:
     On chains of 512 blocks. Processor time, so that it is the operation that is measured and not who else
     uses the machine.
     """
-    keys = _keys(CHAIN_BLOCKS)
-    pool = BlockPool(4 * CHAIN_BLOCKS)
-    blocks, _ = pool.allocate(CHAIN_BLOCKS)
-    for block, key in zip(blocks, keys, strict=True):
-        pool.publish(block, key)
-    pool.release(blocks)
-    small = BlockPool(CHAIN_BLOCKS)
+    keys = [os.urandom(16) for _ in range(CHAIN_BLOCKS)]
+    pool, small = BlockPool(4 * CHAIN_BLOCKS), BlockPool(CHAIN_BLOCKS)
     times: dict[str, list[float]] = {}
 
     def timed(what: str, operation: Callable[..., _T], *arguments: object) -> _T:
         started = time.thread_time()
         result = operation(*arguments)
-        elapsed_us = (time.thread_time() - started) * 1e6
-        times.setdefault(what, []).append(elapsed_us / CHAIN_BLOCKS)
+        times.setdefault(what, []).append((time.thread_time() - started) * 1e6 / CHAIN_BLOCKS)
         return result
 
-    def publish(held: list[int]) -> None:
+    def publish(pool: BlockPool, held: list[int]) -> None:
         for block, key in zip(held, keys, strict=True):
-            small.publish(block, key)
+            pool.publish(block, key)
 
     def free_in_halves(held: list[int]) -> None:
         # The first half makes a hole per block, the second joins two holes with each.
         pool.release(held[::2])
         pool.release(held[1::2])
 
+    blocks, _ = pool.allocate(CHAIN_BLOCKS)
+    publish(pool, blocks)
+    pool.release(blocks)
     for _ in range(ROUNDS):
         timed("match", pool.match, keys)
         timed("acquire cached blocks", pool.acquire, blocks)
@@ -97,7 +93,7 @@ def us_per_block() -> Measurement:
         held, _evicted = pool.allocate(CHAIN_BLOCKS)
         timed("free scattered", free_in_halves, held)
         held, _evicted = timed("allocate by eviction", small.allocate, CHAIN_BLOCKS)
-        timed("publish", publish, held)
+        timed("publish", publish, small, held)
         small.release(held)
     medians = {what: statistics.median(values) for what, values in times.items()}
     return Measurement(max(medians.values()), {what: round(value, 3) for what, value in medians.items()})
@@ -110,7 +106,7 @@ def match_512_us() -> float:
     Match and admission through the memory that the engine uses; processor time, as above.
     """
     memory = PagedMemory(BlockPool(4 * CHAIN_BLOCKS), BLOCK_SIZE, 0, 0)
-    keys = _keys(CHAIN_BLOCKS)
+    keys = [os.urandom(16) for _ in range(CHAIN_BLOCKS)]
     num_tokens = CHAIN_BLOCKS * BLOCK_SIZE + 1
     table = memory.admit(memory.match(keys, num_tokens), num_tokens, num_tokens).block_table
     for block, key in zip(table, keys, strict=False):
@@ -128,32 +124,18 @@ def match_512_us() -> float:
     return statistics.median(times)
 
 
-@entry("kv.utilization_paged16", "share", at_least(0.97))
-def utilization_paged16() -> Measurement:
-    """written over allocated token slots, lengths of 50 to 8000 tokens, blocks of 16, paged
-
-    The traffic of `octavo bench fragmentation`.
-    """
-    return _utilization(paged=True)
-
-
-@entry("kv.utilization_contiguous", "share")
-def utilization_contiguous() -> Measurement:
-    """the same with a contiguous reservation of prompt + max_tokens per sequence"""
-    return _utilization(paged=False)
-
-
 def _utilization(*, paged: bool) -> Measurement:
     usage = simulate(PoolTraffic(), block_size=BLOCK_SIZE, paged=paged)
-    return Measurement(
-        usage.utilization,
-        {
-            "mean sequences": round(usage.mean_sequences, 1),
-            "external fragmentation": round(usage.external_fragmentation, 3),
-            "pool in use": round(usage.occupancy, 3),
-        },
-    )
+    details = {
+        "mean sequences": round(usage.mean_sequences, 1),
+        "external fragmentation": round(usage.external_fragmentation, 3),
+        "pool in use": round(usage.occupancy, 3),
+    }
+    return Measurement(usage.utilization, details)
 
 
-def _keys(count: int) -> list[bytes]:
-    return [os.urandom(16) for _ in range(count)]
+# The traffic of `octavo bench fragmentation`.
+_PAGED: Final = "written over allocated token slots, lengths of 50 to 8000 tokens, blocks of 16, paged"
+_CONTIGUOUS: Final = "the same with a contiguous reservation of prompt + max_tokens per sequence"
+entry("kv.utilization_paged16", "share", at_least(0.97), measures=_PAGED)(partial(_utilization, paged=True))
+entry("kv.utilization_contiguous", "share", measures=_CONTIGUOUS)(partial(_utilization, paged=False))

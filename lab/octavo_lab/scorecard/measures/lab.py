@@ -7,8 +7,10 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import statistics
 import tempfile
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -53,8 +55,11 @@ RATE_PER_S: Final = 1.0
 """Of the open loop; half of what two slow cores can do: beyond that a queue makes much of a little noise."""
 TELLING: Final = 0.05
 """A figure tells something when the turns of `vllm bench serve` itself agree on it this well."""
-_STATISTICS: Final = {"mean": "mean", "median": "p50", "p90": "p90"}
-_TIMES: Final = {"ttft": "ttft_s", "tpot": "tpot_s", "itl": "itl_s", "e2el": "e2e_s"}
+_TIMES: Final = {
+    f"{kind}_{time}_ms": (ours, our_kind)
+    for time, ours in (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("itl", "itl_s"), ("e2el", "e2e_s"))
+    for kind, our_kind in (("mean", "mean"), ("median", "p50"), ("p90", "p90"))
+}
 """Names of `vllm bench serve`, and ours for the same things."""
 _BENCH_TIMEOUT_S: Final = 300.0
 Figures = dict[str, float]
@@ -74,33 +79,20 @@ async def generator_agreement() -> Measurement:
     requests = (await load(config, FileTokenizer("demo"))).requests(NUM_REQUESTS)
     ours: dict[str, list[Figures]] = {ALONE: [], OPEN_LOOP: []}
     theirs: dict[str, list[Figures]] = {ALONE: [], OPEN_LOOP: []}
-    flags = (
-        "--enforce-eager",
-        "--no-enable-prefix-caching",
-        "--max-model-len",
-        "1024",
-        "--max-num-seqs",
-        "32",
-    )
-    with tempfile.TemporaryDirectory(prefix="octavo-agreement-") as scratch:
-        async with vllm_serve(*flags) as server:
-            _, at_s = await _their_turn(server, requests[:NUM_WARM_UP], Path(scratch), OPEN_LOOP)
-            await _our_turn(server, requests[:NUM_WARM_UP], Replay(at_s))
-            for _ in range(system.ROUNDS):
-                for traffic in (ALONE, OPEN_LOOP):
-                    figures, at_s = await _their_turn(server, requests, Path(scratch), traffic)
-                    theirs[traffic].append(figures)
-                    arrivals = Closed(1) if traffic == ALONE else Replay(at_s)
-                    ours[traffic].append(await _our_turn(server, requests, arrivals))
-    return agreement(ours, theirs)
+    flags = "--enforce-eager --no-enable-prefix-caching --max-model-len 1024 --max-num-seqs 32"
+    async with vllm_serve(*shlex.split(flags)) as server:
+        _, at_s = await _their_turn(server, requests[:NUM_WARM_UP], OPEN_LOOP)
+        await _our_turn(server, requests[:NUM_WARM_UP], Replay(at_s))
+        for traffic in (ALONE, OPEN_LOOP) * system.ROUNDS:
+            figures, at_s = await _their_turn(server, requests, traffic)
+            theirs[traffic].append(figures)
+            arrivals = Closed(1) if traffic == ALONE else Replay(at_s)
+            ours[traffic].append(await _our_turn(server, requests, arrivals))
+    return _agreement(ours, theirs)
 
 
-def agreement(ours: dict[str, list[Figures]], theirs: dict[str, list[Figures]]) -> Measurement:
-    """Return by how much the figure differs that differs most, of those that tell something.
-
-    Raises:
-        RuntimeError: no figure tells anything.
-    """
+def _agreement(ours: dict[str, list[Figures]], theirs: dict[str, list[Figures]]) -> Measurement:
+    """Return by how much the figure differs that differs most, of those that tell something."""
     telling: Figures = {}
     noisy: dict[str, tuple[float, float]] = {}
     for traffic, turns in theirs.items():
@@ -108,12 +100,11 @@ def agreement(ours: dict[str, list[Figures]], theirs: dict[str, list[Figures]]) 
             values = [turn[name] for turn in turns]
             if (middle := statistics.median(values)) <= 0:
                 continue
-            difference = statistics.median(turn[name] for turn in ours[traffic]) / middle - 1
-            spread = (max(values) - min(values)) / middle
-            if spread <= TELLING:
-                telling[f"{name}, {traffic}"] = round(difference, 4)
+            difference = round(statistics.median(turn[name] for turn in ours[traffic]) / middle - 1, 4)
+            if (spread := (max(values) - min(values)) / middle) <= TELLING:
+                telling[f"{name}, {traffic}"] = difference
             else:
-                noisy[f"{name}, {traffic}"] = round(difference, 4), round(spread, 4)
+                noisy[f"{name}, {traffic}"] = difference, round(spread, 4)
     if not telling:
         raise RuntimeError(f"`vllm bench serve` agrees with itself on nothing: {noisy}")
     worst = max(telling, key=lambda name: abs(telling[name]))
@@ -128,74 +119,58 @@ def agreement(ours: dict[str, list[Figures]], theirs: dict[str, list[Figures]]) 
 
 
 async def _their_turn(
-    server: VllmServer, requests: Sequence[PlannedRequest], scratch: Path, traffic: str
+    server: VllmServer, requests: Sequence[PlannedRequest], traffic: str
 ) -> tuple[Figures, tuple[float, ...]]:
     """Return the figures of `vllm bench serve`, and when it sent."""
-    rate = ("inf", "--max-concurrency", "1") if traffic == ALONE else (str(RATE_PER_S),)
-    prompts, result = scratch / "prompts.jsonl", "result.json"
+    rate = "inf --max-concurrency 1" if traffic == ALONE else str(RATE_PER_S)
     lines = [json.dumps({"prompt": one.prompt, "output_tokens": one.output_tokens}) for one in requests]
-    await asyncio.to_thread(prompts.write_text, "\n".join(lines))
-    command = [
-        *(*BENCH_SERVE, "--backend", "openai", "--base-url", server.base_url),
-        *("--model", MODEL, "--tokenizer", str(server.model_folder)),
-        *("--dataset-name", "custom", "--dataset-path", str(prompts), "--custom-output-len", "-1"),
-        *("--skip-chat-template", "--disable-shuffle", "--num-prompts", str(len(requests))),
-        *("--request-rate", *rate, "--seed", "1", "--ignore-eos", "--temperature", "0"),
-        *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "90", "--disable-tqdm"),
-        *("--save-result", "--save-detailed", "--result-dir", str(scratch), "--result-filename", result),
-    ]
-    process = await asyncio.create_subprocess_exec(
-        *command, env=server.environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    # Past its time it dies with this measure.
-    said, _ = await asyncio.wait_for(process.communicate(), _BENCH_TIMEOUT_S)
-    if process.returncode != 0:
-        raise RuntimeError(f"vllm bench serve failed: {said.decode(errors='replace')[-500:]}")
-    found = json.loads(await asyncio.to_thread((scratch / result).read_text))
+    with tempfile.TemporaryDirectory(prefix="octavo-agreement-") as folder:
+        prompts = Path(folder) / "prompts.jsonl"
+        prompts.write_text("\n".join(lines))
+        flags = f"""
+            --backend openai --base-url {server.base_url} --model {MODEL} --request-rate {rate} --seed 1
+            --tokenizer {shlex.quote(str(server.model_folder))} --dataset-name custom --dataset-path {prompts}
+            --custom-output-len -1 --skip-chat-template --disable-shuffle --num-prompts {len(requests)}
+            --ignore-eos --temperature 0 --percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 90
+            --disable-tqdm --save-result --save-detailed --result-dir {folder} --result-filename result.json
+        """
+        process = await asyncio.create_subprocess_exec(
+            *BENCH_SERVE, *shlex.split(flags), env=server.environment, stdout=PIPE, stderr=STDOUT
+        )
+        # Past its time it dies with this measure.
+        said, _ = await asyncio.wait_for(process.communicate(), _BENCH_TIMEOUT_S)
+        if process.returncode != 0:
+            raise RuntimeError(f"vllm bench serve failed: {said.decode(errors='replace')[-500:]}")
+        found = json.loads((Path(folder) / "result.json").read_text())
     if found["completed"] != len(requests):
         raise RuntimeError(f"{found['completed']} of {len(requests)} requests were answered")
-    names = ["output_throughput", *(f"{kind}_{time}_ms" for time in _TIMES for kind in _STATISTICS)]
     first = min(found["start_times"])
-    return {name: found[name] for name in names}, tuple(at - first for at in found["start_times"])
+    figures = {name: found[name] for name in ("output_throughput", *_TIMES)}
+    return figures, tuple(at - first for at in found["start_times"])
 
 
 async def _our_turn(server: VllmServer, requests: Sequence[PlannedRequest], arrivals: Process) -> Figures:
     """Return the same of ours; none where requests are too few for it."""
     async with OpenAiTarget(OpenAiConfig(base_url=server.base_url, model=MODEL)) as target:
-        run = await generate(target, Traffic(requests=requests, arrivals=arrivals))
-    summary = summarize(run)
+        summary = summarize(await generate(target, Traffic(requests=requests, arrivals=arrivals)))
     if summary.outcomes["ok"] != len(requests):
         raise RuntimeError(f"not all requests were answered: {summary.outcomes}")
-    times = {
-        f"{kind}_{time}_ms": getattr(getattr(summary, ours), our_kind)
-        for time, ours in _TIMES.items()
-        for kind, our_kind in _STATISTICS.items()
-    }
+    times = {name: getattr(getattr(summary, ours), kind) for name, (ours, kind) in _TIMES.items()}
     found = {name: 1000.0 * value for name, value in times.items() if value is not None}
     return {"output_throughput": summary.makespan_output_tokens_per_s, **found}
 
 
 # -- static against continuous, contiguous against paged: the ladder's figures
 
-REPORT: Final = "report.json"
-_THROUGHPUT: Final = """tokens per second of a saturated service, continuous + paged + chunked prefill
-to the tuned control (static + contiguous)"""
-_P50: Final = """end-to-end P50 at the control's capacity, continuous + paged + chunked prefill
-to the control"""
-_KV_USE: Final = """written slots over all slots of the paged pool, over the time in which requests waited,
-saturated"""
+_ARMS: Final = "continuous + paged + chunked prefill"
 
 
 def _figure(name: str) -> Measurement:
     """Return a figure of the report's comparison: a share, or an estimate with its bounds."""
     report = _report()
     compared, hardware = report["comparison"], report["environments"][-1]["hardware"]
-    details = {
-        "preset": report["config"]["preset"],
-        "partial": report["partial"],
-        "begun": report["started_at"],
-        "on": f"{hardware['cpu']}, {hardware['cores']} cores",
-    }
+    details = {"preset": report["config"]["preset"], "partial": report["partial"]}
+    details |= {"begun": report["started_at"], "on": f"{hardware['cpu']}, {hardware['cores']} cores"}
     found = compared[name]
     if found is None:
         return Measurement(math.nan, {"why": "too few requests, or the arms were not measured", **details})
@@ -213,25 +188,29 @@ def _report() -> dict[str, Any]:
     process of its own; those of one scorecard share what the first of them has measured.
     """
     named = os.environ.get("OCTAVO_LADDER")
-    folder = Path(named) if named else Path(tempfile.gettempdir()) / f"octavo-ladder-{os.getppid()}"
-    if not named and not (folder / REPORT).exists():
+    folder = Path(named or f"{tempfile.gettempdir()}/octavo-ladder-{os.getppid()}")
+    if not named and not (folder / "report.json").exists():
         config = replace(QUICK, budget_s=30 * 60.0)
         experiment = Experiment(config, folder, Workload(config), lambda what, fraction, left_s: None)
         experiment.run()
         write(make_report(experiment.measured()), folder)
-    report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     return report
 
 
+_RATE: Final = f"tokens per second of a saturated service, {_ARMS} to the tuned control (static + contiguous)"
+_P50: Final = f"end-to-end P50 at the control's capacity, {_ARMS} to the control"
+_KV: Final = """written slots over all slots of the paged pool, over the time in which requests waited,
+saturated"""
 for name, unit, target, measures in (
     # At the highest rung, 1.5 times the capacity of the best arm.
-    ("throughput_ratio", "times", at_least(1.5), _THROUGHPUT),
+    ("throughput_ratio", "times", at_least(1.5), _RATE),
     # Over all requests, those without an answer as slower than all others.
     ("p50_ratio", "ratio", at_most(0.6), _P50),
     # From at least 500 requests of each.
     ("p99_ratio", "ratio", at_most(0.5), "the same for the P99"),
     # At the highest rung.
-    ("kv_use_paged", "share", at_least(0.93), _KV_USE),
+    ("kv_use_paged", "share", at_least(0.93), _KV),
     # The control knows each answer's length, so it reserves no more than it needs.
     ("kv_use_static", "share", None, "the same of the control's contiguous memory"),
 ):

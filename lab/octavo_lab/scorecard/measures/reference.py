@@ -9,8 +9,9 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final
 
 from octavo.aio import AsyncClient
@@ -28,11 +29,15 @@ NUM_TOKENS: Final = 64
 GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-def exact_engine(max_num_seqs: int, max_model_len: int, **layout: Any) -> AbstractContextManager[StepEngine]:
+def _exact_engine(max_num_seqs: int, max_model_len: int, **layout: Any) -> AbstractContextManager[StepEngine]:
     """The torch runner in float32, with memory for so many sequences at their longest."""
     limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "block_size": 16}
     num_blocks = max_num_seqs * (max_model_len // 16 + 1)
     return demo_engine("torch", dtype="float32", num_blocks=num_blocks, **limits, **layout)
+
+
+def _random_prompts(model: Any, lengths: Sequence[int], chance: random.Random) -> list[list[int]]:
+    return [[chance.randrange(model.config.vocab_size) for _ in range(length)] for length in lengths]
 
 
 @entry("core.static_vs_transformers", "ratio", at_least(0.9))
@@ -42,12 +47,11 @@ async def static_vs_transformers() -> Measurement:
 
     The same batches through both in turn; the ratio of the medians.
     """
-    reference, steps = transformers_model(), itertools.count(1)
-    chance = random.Random(8)
+    reference, steps, chance = transformers_model(), itertools.count(1), random.Random(8)
     lengths = [32, STATIC_LONGEST, *(chance.randint(32, STATIC_LONGEST) for _ in range(BATCH - 2))]
-    prompts = [[chance.randrange(reference.config.vocab_size) for _ in range(length)] for length in lengths]
+    prompts = _random_prompts(reference, lengths, chance)
     layout = {"kv_layout": "contiguous", "padded": True}
-    with exact_engine(BATCH, STATIC_LONGEST + NUM_TOKENS, **layout) as engine:
+    with _exact_engine(BATCH, STATIC_LONGEST + NUM_TOKENS, **layout) as engine:
 
         async def static() -> float:
             return BATCH * NUM_TOKENS / _run_s(engine, prompts, steps)
@@ -63,18 +67,10 @@ def _run_s(engine: StepEngine, prompts: list[list[int]], steps: Iterator[int]) -
     """Run one batch as `StaticPlanner` plans it; return the seconds that it takes."""
     started, first = time.perf_counter(), next(steps)
     admits = tuple(
-        Admit(
-            handle,
-            tuple(prompt),
-            len(prompt),
-            GREEDY,
-            reserve_tokens=len(prompt) + NUM_TOKENS,
-            hold_after_finish=True,
-        )
-        for handle, prompt in enumerate(prompts, start=first * BATCH)
+        Admit(handle, ids, len(ids), GREEDY, reserve_tokens=len(ids) + NUM_TOKENS, hold_after_finish=True)
+        for handle, ids in enumerate(prompts, start=first * BATCH)
     )
-    prefill = tuple((admit.handle, admit.prompt_len) for admit in admits)
-    plans = [Plan(first, admit=admits, prefill=prefill)]
+    plans = [Plan(first, admit=admits, prefill=tuple((admit.handle, admit.prompt_len) for admit in admits))]
     plans += [Plan(next(steps)) for _ in range(NUM_TOKENS - 1)]
     plans.append(Plan(next(steps), release=tuple(admit.handle for admit in admits)))
     reports = [engine.run_step(plan, time.monotonic) for plan in plans]
@@ -82,8 +78,7 @@ def _run_s(engine: StepEngine, prompts: list[list[int]], steps: Iterator[int]) -
     for report in reports:
         if report.status is not StepStatus.OK or report.refused:
             raise RuntimeError(f"step {report.step} went wrong: {report.errors or report.refused}")
-    tokens = sum(len(report.token_ids) for report in reports)
-    if tokens != BATCH * NUM_TOKENS:
+    if (tokens := sum(len(report.token_ids) for report in reports)) != BATCH * NUM_TOKENS:
         raise RuntimeError(f"{tokens} tokens came out, {BATCH * NUM_TOKENS} were asked for")
     return elapsed_s
 
@@ -103,48 +98,43 @@ async def decode_vs_transformers() -> Measurement:
         async with AsyncClient(stack.endpoint) as client:
             prompts = [[*(await client.tokenize(system.prompt(index))).token_ids] for index in range(BATCH)]
             peers = await asyncio.to_thread(_transformers, prompts)
-            rates = await system.in_turns({"octavo": _octavo(client, prompts), **peers})
-    ours = rates.pop("octavo")
-    best = max(rates.values(), key=statistics.median)
+            rates = await system.in_turns({"octavo": partial(_octavo, client, prompts), **peers})
     ms_per_step = {
-        f"{name} ms per step": round(1000 / statistics.median(found), 2)
-        for name, found in {"octavo": ours, **rates}.items()
+        f"{name} ms per step": round(1000 / statistics.median(found), 2) for name, found in rates.items()
     }
-    return system.median_ratio(ours, best, **ms_per_step)
+    ours = rates.pop("octavo")
+    return system.median_ratio(ours, max(rates.values(), key=statistics.median), **ms_per_step)
 
 
-def _octavo(client: AsyncClient, prompts: list[list[int]]) -> system.Rate:
-    """Decode steps per second while all of a batch decode."""
-
-    async def rate() -> float:
-        asked = [
-            client.generate(ids, max_tokens=DECODE_TOKENS, ignore_eos=True, temperature=0) for ids in prompts
-        ]
-        return 1 / statistics.mean(result.timings.tpot_s for result in await asyncio.gather(*asked))
-
-    return rate
+async def _octavo(client: AsyncClient, prompts: list[list[int]]) -> float:
+    """Return decode steps per second while all of a batch decode."""
+    asked = [
+        client.generate(ids, temperature=0, ignore_eos=True, max_tokens=DECODE_TOKENS) for ids in prompts
+    ]
+    return 1 / statistics.mean(result.timings.tpot_s for result in await asyncio.gather(*asked))
 
 
 def _transformers(prompts: list[list[int]]) -> dict[str, system.Rate]:
     """The same of transformers, in each dtype that may be the fastest here."""
     model = transformers_model()
     models = {"float32": model, "bfloat16": copy.deepcopy(model).bfloat16()}
+
+    async def rate(one: Any) -> float:
+        # What more tokens cost more, without the prefill.
+        short_s = await asyncio.to_thread(transformers_generate_s, one, prompts, 1)
+        long_s = await asyncio.to_thread(transformers_generate_s, one, prompts, DECODE_TOKENS)
+        return (DECODE_TOKENS - 1) / (long_s - short_s)
+
     for one in models.values():
         transformers_generate_s(one, prompts, 2)
-    seconds = {dtype: transformers_generate_s(one, prompts, 4) for dtype, one in models.items()}
-
-    def rate_of(dtype: str) -> system.Rate:
-        async def rate() -> float:
-            # What more tokens cost more, without the prefill.
-            short_s = await asyncio.to_thread(transformers_generate_s, models[dtype], prompts, 1)
-            long_s = await asyncio.to_thread(transformers_generate_s, models[dtype], prompts, DECODE_TOKENS)
-            return (DECODE_TOKENS - 1) / (long_s - short_s)
-
-        return rate
-
     # One that is far behind will not win, and would take minutes where the CPU has no bfloat16.
+    seconds = {dtype: transformers_generate_s(one, prompts, 4) for dtype, one in models.items()}
     fastest = min(seconds.values())
-    return {f"transformers {dtype}": rate_of(dtype) for dtype in models if seconds[dtype] < 2 * fastest}
+    return {
+        f"transformers {dtype}": partial(rate, one)
+        for dtype, one in models.items()
+        if seconds[dtype] < 2 * fastest
+    }
 
 
 NUM_PROMPTS: Final = 24
@@ -159,16 +149,15 @@ def parity() -> Measurement:
 
     Worker engine and runner; the reference judges each token after the prompt and our output so far.
     """
-    chance = random.Random(135)
+    reference, chance = transformers_model(), random.Random(135)
     lengths = [round(LONGEST ** (n / (NUM_PROMPTS - 1))) for n in range(NUM_PROMPTS)]
     chance.shuffle(lengths)
-    reference = transformers_model()
-    prompts = [[chance.randrange(reference.config.vocab_size) for _ in range(length)] for length in lengths]
-    alone = [[EngineJob(prompt, GREEDY)] for prompt in prompts]
+    prompts = _random_prompts(reference, lengths, chance)
     mixed = [EngineJob(prompt, GREEDY) for prompt in (*prompts, *prompts[: PARITY_BATCH - NUM_PROMPTS])]
-    with exact_engine(PARITY_BATCH, LONGEST + NUM_TOKENS) as engine:
-        for jobs in (*alone, mixed):
+    batches = [*([EngineJob(prompt, GREEDY)] for prompt in prompts), mixed]
+    with _exact_engine(PARITY_BATCH, LONGEST + NUM_TOKENS) as engine:
+        for jobs in batches:
             engine.drop_all()
             PlanWorkload(engine, None, PARITY_BATCH, seed=len(jobs)).run(jobs, disturb=True, most=500)
-    verdict = judged(reference, [job for jobs in (*alone, mixed) for job in jobs])
+    verdict = judged(reference, [job for jobs in batches for job in jobs])
     return Measurement(verdict["unexcused"], verdict)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -29,14 +28,8 @@ from octavo_lab.scorecard.vllm_server import MODEL, enter, limits, vllm_serve
 BLOCK_SIZE: Final = 32
 MAX_NUM_SEQS: Final = 16
 NUM_STEPS: Final = 500
-_EXACT: Final[dict[str, Any]] = {
-    "dtype": "float32",
-    "block_size": BLOCK_SIZE,
-    "num_blocks": 160,
-    "max_model_len": 512,
-    "max_num_seqs": MAX_NUM_SEQS,
-    "max_num_batched_tokens": 128,
-}
+_LIMITS: Final = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 128, "max_model_len": 512}
+_EXACT: Final[dict[str, Any]] = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_blocks": 160, **_LIMITS}
 _EAGER: Final = {"enforce_eager": True}
 
 # -- exactness
@@ -65,24 +58,14 @@ def seeded_resume_mismatches() -> Measurement:
     themselves undisturbed
     """
     enter()
-    sampling = SamplingParams(
-        temperature=1.0,
-        top_p=0.95,
-        min_p=0.001,
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.1,
-        max_tokens=24,
-        ignore_eos=True,
-    )
+    drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "min_p": 0.001, "max_tokens": 24}
+    drawn |= {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1}
     prompts = [job.prompt for job in greedy_jobs(49152, count=24, longest=160, max_tokens=1, seed=2)]
-    calm, disturbed = (
-        [
-            EngineJob(prompt, replace(sampling, seed=number // 2), choice=number % 2)
-            for number, prompt in enumerate(prompts)
-        ]
-        for _ in range(2)
-    )
+    pairs = [
+        (prompt, SamplingParams(**drawn, ignore_eos=True, seed=index // 2), index % 2)
+        for index, prompt in enumerate(prompts)
+    ]
+    calm, disturbed = ([EngineJob(*pair) for pair in pairs] for _ in range(2))
     with demo_engine("vllm", **_EXACT, **_EAGER) as engine:
         workload = PlanWorkload(engine, BLOCK_SIZE, MAX_NUM_SEQS, seed=3)
         workload.run(calm, disturb=False)
@@ -96,17 +79,16 @@ def seeded_resume_mismatches() -> Measurement:
 
 async def _gap(concurrency: int) -> Measurement:
     """Return the mean gap over the mean step, as the worker saw them while all requests decoded."""
-    port = str(free_port())
-    args = ("--runner", "vllm", "--num-blocks", "1024", "--max-model-len", "1024", "--metrics-port", port)
+    port = free_port()
+    args = f"--runner vllm --num-blocks 1024 --max-model-len 1024 --metrics-port {port}".split()
+    options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "skip_text": True}
     with system.running(worker_args=args) as stack:
         async with AsyncClient(stack.endpoint) as client:
             decoding = [asyncio.Event() for _ in range(concurrency)]
 
             async def request(number: int) -> None:
-                prompt, most = [10 + number + index for index in range(128)], NUM_STEPS + 200
-                async for delta in client.stream(
-                    prompt, max_tokens=most, temperature=0.0, ignore_eos=True, skip_text=True
-                ):
+                prompt = [10 + number + index for index in range(128)]
+                async for delta in client.stream(prompt, max_tokens=NUM_STEPS + 200, **options):
                     if delta.token_ids:
                         decoding[number].set()
 
@@ -114,22 +96,21 @@ async def _gap(concurrency: int) -> Measurement:
             for one in decoding:
                 await one.wait()
             before = await asyncio.to_thread(_sums, port)
-            while True:
+            after = before
+            while after["count"] - before["count"] < NUM_STEPS:
                 await asyncio.sleep(0.5)
                 after = await asyncio.to_thread(_sums, port)
-                if after["count"] - before["count"] >= NUM_STEPS:
-                    break
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    steps = after["count"] - before["count"]
-    mean_us = {name: (after[name] - before[name]) / steps * 1e6 for name in after if name != "count"}
+    steps = after.pop("count") - before["count"]
+    mean_us = {name: (after[name] - before[name]) / steps * 1e6 for name in after}
     gap_us = mean_us["bubble"] + mean_us["overhead"] + mean_us["copy"]
     details = {f"{name}_us": round(value, 1) for name, value in mean_us.items()}
     return Measurement(gap_us / mean_us["step"], {"steps": steps, **details})
 
 
-def _sums(port: str) -> dict[str, float]:
+def _sums(port: int) -> dict[str, float]:
     """Read the sums of the worker's histograms, and the number of steps."""
     text = system.metrics(f"http://127.0.0.1:{port}")
     sums = re.findall(r"^octavo_worker_(step|bubble|overhead|copy)_seconds_sum (\S+)$", text, re.MULTILINE)
@@ -137,15 +118,10 @@ def _sums(port: str) -> dict[str, float]:
     return {name: float(value) for name, value in (*sums, *count)}
 
 
-for size, number, bound in (("b1", "one request", 0.05), ("b32", "32 requests", 0.03)):
-    entry(
-        f"vllm.overhead_{size}",
-        "share of a step",
-        at_most(bound),
-        long=True,
-        measures=f"mean gap between two steps of vLLM with {number}, "
-        f"over {NUM_STEPS} steps of a running stack",
-    )(partial(_gap, int(size[1:])))
+for number, requests, bound in ((1, "one request", 0.05), (32, "32 requests", 0.03)):
+    what = f"mean gap between two steps of vLLM with {requests}, over {NUM_STEPS} steps of a running stack"
+    promised = entry(f"vllm.overhead_b{number}", "share of a step", at_most(bound), long=True, measures=what)
+    promised(partial(_gap, number))
 
 
 # -- throughput
@@ -153,11 +129,9 @@ for size, number, bound in (("b1", "one request", 0.05), ("b32", "32 requests", 
 PROMPT_TOKENS: Final = 128
 OUTPUT_TOKENS: Final = 64
 SEATS: Final = 32
-_STACK: Final[dict[str, Any]] = {
-    "scheduler_args": system.UNSHED,
-    "worker_args": ("--runner", "vllm", *limits(SEATS)),
-}
-_GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+_WORKER: Final = ("--runner", "vllm", *limits(SEATS))
+_STACK: Final[dict[str, Any]] = {"scheduler_args": system.UNSHED, "worker_args": _WORKER}
+_GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
 
 
 def _prompt(number: int) -> list[int]:
@@ -165,14 +139,15 @@ def _prompt(number: int) -> list[int]:
     return [10 + (number * 31 + index * 7) % 40_000 for index in range(PROMPT_TOKENS)]
 
 
-async def _octavo_rate(client: AsyncClient, concurrency: int) -> float:
-    async def ask(number: int) -> int:
-        result = await client.generate(
-            _prompt(number), max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True
-        )
-        return len(result.token_ids)
+def _rate(ask: Callable[[int], Awaitable[int]], concurrency: int) -> system.Rate:
+    return lambda: system.tokens_per_s(ask, 2 * concurrency, concurrency, OUTPUT_TOKENS)
 
-    return await system.tokens_per_s(ask, 2 * concurrency, concurrency, OUTPUT_TOKENS)
+
+def _octavo(client: AsyncClient, concurrency: int) -> system.Rate:
+    async def ask(number: int) -> int:
+        return len((await client.generate(_prompt(number), **_GREEDY)).token_ids)
+
+    return _rate(ask, concurrency)
 
 
 @asynccontextmanager
@@ -186,7 +161,7 @@ async def _serve(concurrency: int) -> AsyncIterator[system.Rate]:
         async def ask(number: int) -> int:
             return await system.completion(session, server.base_url, MODEL, _prompt(number), OUTPUT_TOKENS)
 
-        yield lambda: system.tokens_per_s(ask, 2 * concurrency, concurrency, OUTPUT_TOKENS)
+        yield _rate(ask, concurrency)
 
 
 @asynccontextmanager
@@ -197,7 +172,7 @@ async def _executor(concurrency: int) -> AsyncIterator[system.Rate]:
 
         async def rate() -> float:
             first = time.monotonic_ns() % 1_000_003
-            jobs = [EngineJob(_prompt(first + number), _GREEDY) for number in range(count)]
+            jobs = [EngineJob(_prompt(first + number), SamplingParams(**_GREEDY)) for number in range(count)]
             started = time.perf_counter()
             workload.run(jobs, disturb=False)
             return count * OUTPUT_TOKENS / (time.perf_counter() - started)
@@ -212,23 +187,18 @@ async def _ratio(
         enter()
     with system.running(**_STACK) as stack:
         async with AsyncClient(stack.endpoint) as client, peer(concurrency) as other:
-            ours = partial(_octavo_rate, client, concurrency)
-            rates = await system.in_turns({"octavo": ours, "other": other})
+            rates = await system.in_turns({"octavo": _octavo(client, concurrency), "other": other})
     return system.median_ratio(*rates.values(), **system.rounded(rates))
 
 
-for concurrency in (1, 8, 32):
+for number in (1, 8, 32):
     for name, bound, whom, peer in (
         ("e2e", 1.0, "`vllm serve`", _serve),
         ("limit", 0.95, "vLLM's executor alone", _executor),
     ):
-        entry(
-            f"vllm.{name}_ratio_c{concurrency}",
-            "ratio",
-            at_least(bound),
-            long=True,
-            measures=f"output tokens per second of Octavo over those of {whom}, {concurrency} at a time",
-        )(partial(_ratio, peer, concurrency))
+        what = f"output tokens per second of Octavo over those of {whom}, {number} at a time"
+        promised = entry(f"vllm.{name}_ratio_c{number}", "ratio", at_least(bound), long=True, measures=what)
+        promised(partial(_ratio, peer, number))
 
 
 @entry("vllm.cpu_us_per_token", "us", long=True)
@@ -242,18 +212,15 @@ async def cpu_us_per_token() -> Measurement:
 
         def spent_s() -> dict[str, float]:
             (shell,) = [thread for thread in worker.threads() if thread.id == worker.pid]
-            shell_s = shell.user_time + shell.system_time
-            return {
-                "scheduler": system.cpu_s(stack.scheduler),
-                "worker shell": shell_s,
-                "client": system.cpu_s(),
-            }
+            services = {"scheduler": system.cpu_s(stack.scheduler), "client": system.cpu_s()}
+            return {**services, "worker shell": shell.user_time + shell.system_time}
 
         async with AsyncClient(stack.endpoint) as client:
-            await _octavo_rate(client, SEATS)
+            rate = _octavo(client, SEATS)
+            await rate()
             before = spent_s()
             for _ in range(system.ROUNDS):
-                await _octavo_rate(client, SEATS)
+                await rate()
             after = spent_s()
     tokens = system.ROUNDS * 2 * SEATS * OUTPUT_TOKENS
     per_token = {name: (after[name] - before[name]) / tokens * 1e6 for name in after}

@@ -52,7 +52,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.integers(1, 4))
     def evict(self, num_blocks: int) -> None:
-        self.workload.evict(num_blocks)
+        self.workload.memory.evict(num_blocks)
 
     @rule(failed=st.booleans())
     def copy_out(self, failed: bool) -> None:
