@@ -247,6 +247,20 @@ def test_up_wrong_argument_of_a_worker_is_told_at_once(tmp_path: Path) -> None:
     assert re.search(r"worker-0 ended with exit code 2: .*max_num_seqs", error)
 
 
+@pytest.mark.model
+def test_up_serves_several_models_each_by_workers_of_its_own(tmp_path: Path) -> None:
+    with up(tmp_path, *SIM, "--model", "demo") as process:
+        said = read_until_up(process)
+        endpoint = re.search(r"scheduler +(\S+)", said)
+        assert endpoint is not None
+        assert len(re.findall(r"worker-\d +127", said)) == 2
+        with Client(endpoint[1]) as client:
+            names = [model.id for model in client.models()]
+            assert sorted(names) == ["SmolLM2-135M-Instruct", "sim"]
+            for name in names:
+                assert len(client.generate("hello", model=name, max_tokens=3, ignore_eos=True).token_ids) == 3
+
+
 def test_up_behind_a_proxy_reaches_its_own_processes(tmp_path: Path) -> None:
     """Nobody listens on the port of discard."""
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), "http://127.0.0.1:9")
