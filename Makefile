@@ -48,10 +48,10 @@ demo: .venv/.installed ## run the whole stack, ask it one question, stop it
 	@$(BIN)/python -m octavo.cli.demo
 
 test: .venv/.installed ## run the tests of every part that are quick (ARGS="..." for pytest)
-	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-m 'not slow' $(TESTS))
+	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-m 'not slow' -n 2 --dist loadfile --durations 10 $(TESTS))
 
 test-slow: .venv/.installed ## run the tests that `make test` leaves out
-	@$(BIN)/python -m pytest -m slow $(TESTS)
+	@$(BIN)/python -m pytest -m slow --durations 10 $(TESTS)
 
 test-all: test test-slow ## run all tests, as CI does
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -247,7 +247,7 @@ def model_cache(path: Path | None = None, free: int | None = None) -> Iterator[F
     elif free < _FETCH_BYTES:
         needed = f"the demo model needs {_FETCH_BYTES / 1e6:.0f} MB while it is fetched"
         yield failed(f"{folder}: {room}; {needed}", "make room, or set XDG_CACHE_HOME")
-    elif find_spec("pip") is None:
+    elif PathFinder.find_spec("pip") is None:  # past the hook of setuptools, which warns
         yield failed("the demo model is not here, and neither is pip to fetch it", "python -m ensurepip")
     else:
         yield warning(
