@@ -84,6 +84,7 @@ ENTRY = f'[tenants.a]\n[[keys]]\nid = "k"\nhash = "{hash_of(KEY)}"\ntenant = "a"
         ("[tenants.a.weight" + ".a" * 9000 + "]", r"tenants\.a\.weight: must be a positive number"),
         (f'{KEY} = "acme"', r"octavo_\.\.\.: no such setting"),
     ],
+    ids=lambda value: None if KEY not in value else "a key as the name of a setting",
 )
 def test_key_file_with_a_fault_is_refused_by_name_and_shows_no_key(text: str, problem: str) -> None:
     with pytest.raises(KeyFileError, match=problem) as caught:

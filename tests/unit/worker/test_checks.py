@@ -92,7 +92,7 @@ def test_models_that_have_to_be_fetched_are_told(tmp_path: Path, monkeypatch: py
     to_fetch = only(checks.model_cache(path, free=GIB))
     no_room = only(checks.model_cache(path, free=1_000_000))
     read_only = only(checks.model_cache(tmp_path / "file" / "model.gguf"))
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks.PathFinder, "find_spec", lambda name: None)
     no_pip = only(checks.model_cache(path, free=GIB))
 
     assert [one.mark for one in (to_fetch, no_room, read_only, no_pip)] == [
