@@ -112,7 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
         _serve(stack, arguments.ready_timeout)
     except _Stop:
         if stack is not None:
-            _drain(stack)
+            with suppress(_Stop):
+                _drain(stack)
         return 0
     except _CannotBegin as error:
         output.fail(str(error))
@@ -147,14 +148,20 @@ def _serve(stack: Stack, ready_timeout_s: float) -> NoReturn:
 
 
 def _drain(stack: Stack) -> None:
-    """Let requests that run end; a second signal ends them at once. What was cut is said."""
-    live = cut = _live_requests(stack)
-    if live:
-        output.note(f"finishing {live} request(s); Ctrl-C again stops them at once")
-    with suppress(_Stop):
+    """Let requests that run end, and say what was cut.
+
+    Raises:
+        _Stop: a second signal, which ends them at once.
+    """
+    cut = 0
+    try:
+        cut = live = _live_requests(stack)
+        if live:
+            output.note(f"finishing {live} request(s); Ctrl-C again stops them at once")
         cut = stack.drain()
-    if cut:
-        output.note(f"{cut} request(s) were cut before their end")
+    finally:
+        if cut:
+            output.note(f"{cut} request(s) were cut before their end")
 
 
 def _live_requests(stack: Stack) -> int:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from octavo._sdk.health import Health
 from octavo.checks import network
@@ -58,7 +59,7 @@ def test_process_on_a_port_is_named(taken: int) -> None:
 
     assert user is not None
     assert user.number == os.getpid()
-    assert "python" in user.command[0]
+    assert user.command[0] == psutil.Process().cmdline()[0]
     assert network.process_on(free_port()) is None
 
 
