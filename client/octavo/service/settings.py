@@ -35,6 +35,9 @@ Seconds = Annotated[float, Field(gt=0)]
 Grace = Annotated[float, Field(ge=0)]
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=128)]
 
+SERVICES: Final = frozenset({"scheduler", "worker", "gateway"})
+"""Tables of a settings file; a service reads its own."""
+
 NONE: Final = BeforeValidator(lambda value: None if value == "none" else value)
 """Takes the text `none` for None, which neither a flag nor TOML can say otherwise."""
 
@@ -213,6 +216,8 @@ class ServiceSettings(BaseModel):
             raise SettingsError(f"{path}: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise SettingsError(f"{path}: {error}") from None
+        for name in tables.keys() - SERVICES:
+            raise SettingsError(f"{path}: [{name}]: no such service{_nearest(name, SERVICES)}")
         top = _table(path, cls.service, tables.get(cls.service, {}))
         for key, value in top.items():
             place = f"{cls.service}.{key}"

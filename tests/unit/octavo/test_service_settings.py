@@ -209,6 +209,7 @@ def refusal(kind: type[ServiceSettings], flags: dict[str, object]) -> str:
         ("[scheduler.plannign]\nwindow = 3\n", ["scheduler.plannign: no such setting (nearest: planning)"]),
         ("[scheduler]\nplanning = 3\n", ["scheduler.planning must be a table"]),
         ("scheduler = 3\n", ["scheduler must be a table"]),
+        ("[schedular]\nwindow = 3\n", ["[schedular]: no such service (nearest: scheduler)"]),
         ("[scheduler]\nwindwo = 3\npolcy = 'edf'\n", ["scheduler.windwo", "(nearest: policy)"]),
         ("[scheduler.planning]\nwindow = 0\nwindwo = 1\n", ["window: Input should be greater", "windwo"]),
     ],
