@@ -314,14 +314,16 @@ class Stack:
             if child is not None:
                 child.signal(signal.SIGTERM)
         grace_s, cut = _DRAIN_GRACE_S, 0
-        while self.scheduler.alive and time.monotonic() < started + grace_s + _DRAIN_MARGIN_S:
-            time.sleep(_POLL_S)
+        while True:
+            alive = self.scheduler.alive  # Before its log is read, so that its last words are heard.
             for record in self.scheduler.new_records():
-                grace_s = float(record.get("grace_s") or grace_s)
-                cut = int(record.get("live_requests") or cut)
-        for record in self.scheduler.new_records():
-            cut = int(record.get("live_requests") or cut)
-        return cut
+                if record.get("event") == "draining":
+                    grace_s = float(record.get("grace_s") or grace_s)
+                elif record.get("event") == "drain_grace_over":
+                    cut = int(record["live_requests"])
+            if not alive or time.monotonic() > started + grace_s + _DRAIN_MARGIN_S:
+                return cut
+            time.sleep(_POLL_S)
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End every process, gateway first, workers last; those that take over `grace_s` are killed."""

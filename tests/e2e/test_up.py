@@ -247,6 +247,21 @@ def test_up_wrong_argument_of_a_worker_is_told_at_once(tmp_path: Path) -> None:
     assert re.search(r"worker-0 ended with exit code 2: .*max_num_seqs", error)
 
 
+def test_up_says_what_the_grace_of_its_services_has_cut(tmp_path: Path) -> None:
+    with up(tmp_path, *SIM, "--scheduler-arg=--drain-grace-s=1") as process:
+        endpoint = re.search(r"scheduler +(\S+)", read_until_up(process))
+        assert endpoint is not None
+        with Client(endpoint[1], reconnect_timeout=0) as client:
+            stream = client.stream("go on", max_tokens=4_000)
+            next(stream)
+            process.send_signal(signal.SIGTERM)
+
+            assert process.wait(60) == 0
+            assert process.stderr is not None
+            assert "1 request(s) were cut before their end" in process.stderr.read()
+            stream.close()
+
+
 @pytest.mark.model
 def test_up_serves_several_models_each_by_workers_of_its_own(tmp_path: Path) -> None:
     with up(tmp_path, *SIM, "--model", "demo") as process:
