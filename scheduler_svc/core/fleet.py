@@ -6,13 +6,16 @@ import heapq
 import math
 from typing import NamedTuple
 
+from octavo.protocol.steps import StepTiming
+
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.placement import PrefixIndex
 from scheduler_svc.core.policies import make_charges
 from scheduler_svc.core.policies.base import Charges
 from scheduler_svc.core.request import Sequence
-from scheduler_svc.core.steptime import ENOUGH_STEPS, ScaledStepTimes, StepTimePredictor
+from scheduler_svc.core.sharing import tokens_before
+from scheduler_svc.core.steptime import ENOUGH_STEPS, ScaledStepTimes, StepTimePredictor, chunk_pairs
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker import WorkerState
 
@@ -140,18 +143,17 @@ class ModelPool:
         worker.pace.load = load
         self.loads.update(worker.worker_id, load)
 
-    def observe(
-        self, worker: WorkerState, decodes: int, prefill_tokens: int, context_tokens: int, seconds: float
-    ) -> None:
+    def observe(self, worker: WorkerState, timing: StepTiming, seconds: float, pairs: float) -> None:
         """Learn from a step of a worker; from its first ones, how it compares with a known one."""
         pace = worker.pace
+        decodes, prefill_tokens = timing.num_decodes, timing.num_prefill_tokens
         if pace.step_times.num_observations >= ENOUGH_STEPS:
             self._veteran = self._veteran or worker
         elif self._veteran is not None:
             known = self._veteran.pace.step_times
-            pace.expected_s += known.predict(decodes, prefill_tokens, context_tokens)
+            pace.expected_s += known.predict(decodes, prefill_tokens, timing.context_tokens, pairs)
             pace.observed_s += seconds
-        pace.step_times.observe(decodes, prefill_tokens, context_tokens, seconds)
+        pace.step_times.observe(decodes, prefill_tokens, timing.context_tokens, seconds, pairs)
 
     def times_of(self, worker: WorkerState) -> StepTimePredictor:
         """Return the step times to expect of a worker: those of a known one, scaled, while it is new."""
@@ -266,7 +268,12 @@ class ModelPool:
 
     def _has_room(self, worker: WorkerState, sequence: Sequence, now: float) -> bool:
         """Return whether a worker could take a sequence in its next step."""
-        return worker.backlog_tokens < worker.token_budget and self._suits(worker, sequence, now)
+        return self._before(worker, sequence) < worker.token_budget and self._suits(worker, sequence, now)
+
+    def _before(self, worker: WorkerState, sequence: Sequence) -> int:
+        """Return the tokens of the prompts of a worker that go before those of a sequence."""
+        todo = sequence.num_tokens - self.cached_tokens(worker, sequence)
+        return tokens_before(worker.prefills_left(), sequence.request.priority, todo)
 
     def _suits(self, worker: WorkerState, sequence: Sequence, now: float) -> bool:
         """Return whether a worker could take a sequence once it has prefilled what it has."""
@@ -283,17 +290,19 @@ class ModelPool:
     def first_token_s(self, worker: WorkerState, sequence: Sequence, now: float) -> float:
         """Return the predicted time to the first token of a sequence on a worker.
 
-        First the plans in flight, then so many steps with the prefill of what is there, of what was left
-        to it before, and of the sequence, in each of which everything decodes.
+        First the plans in flight, then so many steps with the prefill of what goes before, of what was
+        left to it before, and of the sequence, in each of which everything decodes.
         """
         model = self.times_of(worker)
         decodes = len(worker.decoding)
-        todo = sequence.num_tokens - self.cached_tokens(worker, sequence) + worker.backlog_tokens
+        cached = self.cached_tokens(worker, sequence)
+        todo = sequence.num_tokens - cached + self._before(worker, sequence)
+        pairs = chunk_pairs(sequence.num_tokens - cached, cached)
         for other, tokens in worker.deferred.items():
             if other is sequence:
                 break
             todo += tokens
         steps = -(-todo // max(1, worker.token_budget - decodes))
-        seconds = model.predict(decodes, todo, worker.context_tokens)
+        seconds = model.predict(decodes, todo, worker.context_tokens, pairs)
         seconds += (steps - 1) * model.predict(decodes, 0, worker.context_tokens)
         return seconds + max(0.0, worker.ends_at() - now)

@@ -18,7 +18,8 @@ from octavo.protocol.steps import Priority
 
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.request import Prediction, Sequence
-from scheduler_svc.core.steptime import ENOUGH_STEPS, StepTimePredictor
+from scheduler_svc.core.sharing import tokens_before
+from scheduler_svc.core.steptime import ENOUGH_STEPS, StepTimePredictor, chunk_pairs
 from scheduler_svc.core.worker import WorkerState
 
 WINDOW_S = 10.0
@@ -28,6 +29,7 @@ _GAIN = 0.05
 _REFRESH_S = 0.1
 _REFRESH_PER_WORKER_S = 0.001
 _FEW_WORKERS = 4
+_MANY_PAIRS = 1e6
 
 
 class DrainRate:
@@ -89,8 +91,10 @@ class Capacity:
     """Sequences per second that full workers would finish, and so start; None before one has finished."""
     prefill_rate: float
     """Prompt tokens per second, beside the decodes of the moment."""
-    prefill_backlog: int
-    """Prompt tokens of what runs that are not computed yet."""
+    prefills: tuple[tuple[Priority, int], ...]
+    """Class and tokens not computed yet of the prompts that run."""
+    pair_s: float
+    """Seconds that a pair of query and key costs in a prefill."""
     step_s: float
     """Time of a step with the decodes of the moment; 0 when nothing runs."""
 
@@ -128,10 +132,14 @@ class Forecast:
         seat_s = self._seat_s(capacity, priority, ahead, now)
         if seat_s is None:
             return None
-        prefill_s = (tokens_ahead + capacity.prefill_backlog) / capacity.prefill_rate
+        # Who waits before it with a longer prompt goes on beside it.
+        tokens_ahead = min(tokens_ahead, ahead * own_tokens)
+        tokens_ahead += tokens_before(capacity.prefills, priority, own_tokens)
+        prefill_s = tokens_ahead / capacity.prefill_rate
         # Half of the step under way is left, on average, before the next plan can take anybody.
         wait_s = max(seat_s, prefill_s) + capacity.step_s / 2
         own_s = own_tokens * capacity.workers / capacity.prefill_rate + capacity.step_s
+        own_s += chunk_pairs(own_tokens, 0) * capacity.pair_s
         return Prediction(
             wait_s, wait_s + own_s, self._wait_error_s.value or 0.0, self._ttft_error_s.value or 0.0
         )
@@ -208,8 +216,9 @@ class Forecast:
     def _measure(self, now: float) -> Capacity | None:
         pool = self._pool
         workers = [worker for worker in pool.workers.values() if not worker.draining]
-        prefill_rate = start_rate = step_s = 0.0
-        free = backlog = 0
+        prefill_rate = start_rate = step_s = pair_s = 0.0
+        free = 0
+        prefills: list[tuple[Priority, int]] = []
         running = [0] * (max(Priority) + 1)
         for worker in workers:
             times = pool.times_of(worker)
@@ -222,7 +231,8 @@ class Forecast:
                 step_s += times.predict(decodes, 0, worker.context_tokens)
             start_rate += self._start_rate(worker, times)
             free += self._free(worker)
-            backlog += worker.backlog_tokens
+            prefills += worker.prefills_left()
+            pair_s += times.predict(0, 0, 0, _MANY_PAIRS) - times.predict(0, 0, 0)
             for sequence_class, count in enumerate(worker.running):
                 running[sequence_class] += count
         if not workers:
@@ -235,7 +245,8 @@ class Forecast:
             running=tuple(running),
             start_rate=start_rate if known else None,
             prefill_rate=prefill_rate,
-            prefill_backlog=backlog,
+            prefills=tuple(prefills),
+            pair_s=max(0.0, pair_s / _MANY_PAIRS / len(workers)),
             step_s=step_s / len(workers),
         )
 

@@ -28,6 +28,8 @@ class InFlight:
     """Blocks that its releases give back."""
     decodes: int
     prefill_tokens: int
+    prefill_pairs: float
+    """Pairs of query and key that the attention of its prefill has."""
     admitted: list[Sequence] = field(default_factory=list)
 
 

@@ -9,6 +9,8 @@ from octavo.protocol.steps import Admit, Plan
 from scheduler_svc.core.effects import LogEvent
 from scheduler_svc.core.pipeline import InFlight
 from scheduler_svc.core.request import Sequence, SequenceStatus
+from scheduler_svc.core.sharing import Shares
+from scheduler_svc.core.steptime import chunk_pairs
 from scheduler_svc.core.worker import WorkerState
 
 
@@ -28,7 +30,10 @@ class PlanBuilder:
     """Waiting sequences whose start would be a turn of their class."""
     num_deferred: int = 0
     """Waiting sequences that are left to better workers."""
-    prefill: list[tuple[int, int]] = field(default_factory=list)
+    prefill: dict[int, int] = field(default_factory=dict)
+    """Tokens to compute, by handle."""
+    shares: Shares = field(default_factory=lambda: Shares(0))
+    """How the prompts share the budget."""
     skip: list[int] = field(default_factory=list)
     released: list[Sequence] = field(default_factory=list)
     blocks: int = 0
@@ -37,6 +42,7 @@ class PlanBuilder:
     """Blocks that its releases give back."""
     decodes: int = 0
     prefill_tokens: int = 0
+    prefill_pairs: float = 0.0
     events: list[LogEvent] = field(default_factory=list)
     """What is worth a log line: preemptions."""
 
@@ -59,7 +65,9 @@ class PlanBuilder:
 
     def compute(self, sequence: Sequence, tokens: int) -> None:
         """Add prefill tokens of an admitted sequence."""
-        self.prefill.append((sequence.binding.handle, tokens))
+        handle = sequence.binding.handle
+        self.prefill[handle] = self.prefill.get(handle, 0) + tokens
+        self.prefill_pairs += chunk_pairs(tokens, sequence.num_tokens_before_plan)
         sequence.binding.num_planned_tokens += tokens
         self.prefill_tokens += tokens
         self.budget -= tokens
@@ -109,7 +117,7 @@ class PlanBuilder:
         plan = Plan(
             step=self.step,
             admit=tuple(self.admits),
-            prefill=tuple(self.prefill),
+            prefill=tuple(self.prefill.items()),
             skip=tuple(self.skip),
             seal=tuple(pipeline.pending_seals),
             release=tuple(sequence.binding.handle for sequence in self.released),
@@ -123,6 +131,7 @@ class PlanBuilder:
             blocks_coming=self.blocks_coming,
             decodes=self.decodes,
             prefill_tokens=self.prefill_tokens,
+            prefill_pairs=self.prefill_pairs,
             admitted=self.admitted,
         )
         worker.blocks.coming += flight.blocks_coming

@@ -6,6 +6,7 @@ and the blocks that no plan in flight may take. Cost grows with what changes, no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from scheduler_svc.core.config import CoreConfig
@@ -13,10 +14,13 @@ from scheduler_svc.core.effects import LogEvent
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.plan_builder import PlanBuilder
 from scheduler_svc.core.request import Sequence, SequenceStatus
+from scheduler_svc.core.sharing import Claim, Shares
 from scheduler_svc.core.worker import WorkerState
 
 _BEST_CASE = 0.8
 """Share of its predicted time that a first token takes at least."""
+_LONG_STEP = 8.0
+"""So many times as long as without it may a step be for a prompt that takes several."""
 Explain = Callable[[Sequence, WorkerState, str, dict[str, object]], None]
 """Called for each waiting sequence that a plan passes over, with the reason and its figures."""
 
@@ -33,9 +37,12 @@ class ContinuousPlanner:
         """Return the plan of the worker's next step, or None when there is nothing to do."""
         builder = PlanBuilder.for_next_step(worker)
         self._decode(builder)
-        self._prefill(builder)
-        if len(self._pool.queue) and not worker.draining and now >= worker.backoff.admits_after:
+        admits = len(self._pool.queue) and not worker.draining and now >= worker.backoff.admits_after
+        self._prefill(builder, self._first_waiting(builder, now) if admits else [])
+        if admits:
             self._admit_waiting(builder, now)
+            if self._config.chunked_prefill:
+                self._use_up(builder)
         if worker.sequences:
             # Also when all are cancelled: without one more report their blocks would seem taken for good.
             return builder
@@ -67,13 +74,45 @@ class ContinuousPlanner:
         builder.decodes = len(worker.decoding) + completing
         builder.budget -= builder.decodes
 
-    def _prefill(self, builder: PlanBuilder) -> None:
-        """Go on with the prefills that run, in the order of their admission."""
+    def _prefill(self, builder: PlanBuilder, waiting: list[Claim]) -> None:
+        """Go on with the prefills that run, and keep their share for the first of those that wait."""
         builder.budget = min(builder.budget, self._prefill_cap(builder))
-        for sequence in builder.worker.prefilling.values():
-            left = sequence.left_to_plan
-            if left > 0 and (builder.budget > 0 or not self._config.chunked_prefill):
-                builder.compute(sequence, min(left, builder.budget) if self._config.chunked_prefill else left)
+        if self._config.chunked_prefill:
+            builder.shares = Shares(builder.budget)
+            given = builder.shares.deal(self._running(builder), waiting)
+        else:
+            given = {claim.sequence: claim.left for claim in self._running(builder)}
+        for sequence, tokens in given.items():
+            builder.compute(sequence, tokens)
+
+    def _use_up(self, builder: PlanBuilder) -> None:
+        """Give what the waiting have left to the prefills that run."""
+        for sequence, tokens in builder.shares.rest(self._running(builder)).items():
+            builder.compute(sequence, tokens)
+
+    def _running(self, builder: PlanBuilder) -> list[Claim]:
+        prefilling = builder.worker.prefilling.values()
+        return [self._claim(builder, s, left) for s in prefilling if (left := s.left_to_plan) > 0]
+
+    def _first_waiting(self, builder: PlanBuilder, now: float) -> list[Claim]:
+        """Return what the first of the queue could use of this step, as far as there are places."""
+        worker = builder.worker
+        reach = min(worker.max_num_seqs - worker.num_seqs, self._config.lookahead + 1)
+        if reach <= 0 or builder.budget <= 0:
+            return []
+        first = itertools.islice(self._pool.queue.order(now), reach)
+        return [self._claim(builder, s, s.num_tokens - self._pool.cached_tokens(worker, s)) for s in first]
+
+    def _claim(self, builder: PlanBuilder, sequence: Sequence, left: int) -> Claim:
+        """Return what a prompt could use. One that takes several steps makes none of them long."""
+        worker = builder.worker
+        start = sequence.num_tokens - left
+        if sequence.num_tokens <= worker.token_budget:
+            return Claim(sequence, left)
+        times = worker.pace.step_times
+        seconds = _LONG_STEP * times.predict(builder.decodes, 0, worker.context_tokens)
+        chunk = times.prefill_tokens_within(seconds, builder.decodes, worker.context_tokens, start)
+        return Claim(sequence, left, max(worker.block_size, chunk))
 
     def _prefill_cap(self, builder: PlanBuilder) -> int:
         """Latency-critical mode: prefill tokens that keep the step near its target time.
@@ -82,7 +121,7 @@ class ContinuousPlanner:
         """
         target = self._config.target_itl_s
         worker = builder.worker
-        if target is None or not builder.decodes:
+        if target is None:
             return builder.budget
         seconds = target * worker.pace.prefill_cap_factor
         within = worker.pace.step_times.prefill_tokens_within(seconds, builder.decodes, worker.context_tokens)
@@ -185,9 +224,6 @@ class ContinuousPlanner:
             return "better_worker", {"worker": better.worker.worker_id}
         cached = self._pool.cached_tokens(worker, sequence)
         todo = sequence.num_tokens - cached
-        tokens = self._first_chunk(builder, todo)
-        if tokens == 0:
-            return "max_partial_prefills" if self._config.chunked_prefill else "token_budget", {"todo": todo}
         blocks = worker.blocks.needed_to_admit(sequence)
         shared = 0
         if cached and sequence.waiting.trust_hits:
@@ -196,19 +232,28 @@ class ContinuousPlanner:
         spare = int(self._config.watermark * worker.info.geometry.num_blocks) if worker.busy else 0
         if blocks + spare > builder.available:
             return "blocks", {"needed": blocks, "watermark": spare, "available": builder.available}
+        tokens = self._first_chunk(builder, sequence, todo)
+        if tokens == 0:
+            return "max_partial_prefills" if self._config.chunked_prefill else "token_budget", {"todo": todo}
         builder.shared_keys.update(sequence.keys[:shared])
         self._admit(builder, sequence, (todo, tokens, blocks), now)
         return None
 
-    def _first_chunk(self, builder: PlanBuilder, todo: int) -> int:
+    def _first_chunk(self, builder: PlanBuilder, sequence: Sequence, todo: int) -> int:
         """Return how many tokens of a new prefill this step may compute; 0: it has to wait."""
-        if self._config.chunked_prefill:
-            partial = sum(1 for s in builder.worker.prefilling.values() if s.left_to_plan > 0)
-            if todo > builder.budget and partial >= self._config.max_partial_prefills:
-                return 0
-            return min(todo, builder.budget)
-        # Longer than what decodes leave: it will get the step for itself.
-        return todo if todo <= builder.budget or not builder.prefill else 0
+        if not self._config.chunked_prefill:
+            # Longer than what decodes leave: it will get the step for itself.
+            return todo if todo <= builder.budget or not builder.prefill else 0
+        claim = self._claim(builder, sequence, todo)
+        tokens = builder.shares.take(claim)
+        partial = sum(
+            s.left_to_plan > 0 and s.request.priority <= sequence.request.priority
+            for s in builder.worker.prefilling.values()
+        )
+        if tokens < todo and partial >= self._config.max_partial_prefills:
+            builder.shares.put_back(claim, tokens)
+            return 0
+        return tokens
 
     def _admit(
         self, builder: PlanBuilder, sequence: Sequence, need: tuple[int, int, int], now: float

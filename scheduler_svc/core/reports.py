@@ -274,9 +274,7 @@ class ReportReader:
                 out.append(_step_error(worker, report))
             if timing.num_decodes or timing.num_prefill_tokens:
                 seconds = (timing.execute_us + timing.overhead_us + timing.copy_us) * 1e-6
-                pool.observe(
-                    worker, timing.num_decodes, timing.num_prefill_tokens, timing.context_tokens, seconds
-                )
+                pool.observe(worker, timing, seconds, flight.prefill_pairs)
                 worker.pipeline.adapt_lead(timing.bubble_us)
                 worker.pace.last_step_s = seconds
                 self._adapt_prefill_cap(worker, seconds, timing.num_prefill_tokens)

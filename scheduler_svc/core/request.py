@@ -136,6 +136,12 @@ class Sequence:
         return binding.num_admitted_tokens - binding.num_computed_tokens - binding.num_planned_tokens
 
     @property
+    def num_tokens_before_plan(self) -> int:
+        """Tokens that are computed, or believed to be cached, when what is planned has run."""
+        binding = self.binding
+        return max(binding.num_computed_tokens, binding.num_believed_tokens) + binding.num_planned_tokens
+
+    @property
     def suspect(self) -> bool:
         """A worker died under it, and it has not passed that point since."""
         return self.deaths.recent > 0 and len(self.token_ids) < self.deaths.proven_at_len

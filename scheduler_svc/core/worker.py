@@ -162,6 +162,14 @@ class WorkerState:
         bindings = [sequence.binding for sequence in self.prefilling.values()]
         return sum(b.num_admitted_tokens - b.num_computed_tokens - b.num_believed_tokens for b in bindings)
 
+    def prefills_left(self) -> list[tuple[Priority, int]]:
+        """Return class and tokens not computed yet of the prompts that run."""
+        return [
+            (sequence.request.priority, b.num_admitted_tokens - b.num_computed_tokens - b.num_believed_tokens)
+            for sequence in self.prefilling.values()
+            for b in (sequence.binding,)
+        ]
+
     def may_join(self, sequence: Sequence) -> bool:
         """Return whether a sequence may run beside the others.
 
@@ -276,4 +284,6 @@ class WorkerState:
 
     def predict_flight_s(self, flight: InFlight) -> float:
         """Return how long a plan in flight is expected to run."""
-        return self.pace.step_times.predict(flight.decodes, flight.prefill_tokens, self.context_tokens)
+        return self.pace.step_times.predict(
+            flight.decodes, flight.prefill_tokens, self.context_tokens, flight.prefill_pairs
+        )
