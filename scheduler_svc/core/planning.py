@@ -6,7 +6,6 @@ and the blocks that no plan in flight may take. Cost grows with what changes, no
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 
 from scheduler_svc.core.config import CoreConfig
@@ -38,9 +37,10 @@ class ContinuousPlanner:
         builder = PlanBuilder.for_next_step(worker)
         self._decode(builder)
         admits = len(self._pool.queue) and not worker.draining and now >= worker.backoff.admits_after
-        self._prefill(builder, self._first_waiting(builder, now) if admits else [])
-        if admits:
-            self._admit_waiting(builder, now)
+        first = self._next_in_reach(now, builder, set()) if admits else []
+        self._prefill(builder, first)
+        if first:
+            self._admit_waiting(builder, first, now)
             if self._config.chunked_prefill:
                 self._use_up(builder)
         if worker.sequences:
@@ -74,14 +74,19 @@ class ContinuousPlanner:
         builder.decodes = len(worker.decoding) + completing
         builder.budget -= builder.decodes
 
-    def _prefill(self, builder: PlanBuilder, waiting: list[Claim]) -> None:
+    def _prefill(self, builder: PlanBuilder, waiting: list[Sequence]) -> None:
         """Go on with the prefills that run, and keep their share for the first of those that wait."""
         builder.budget = min(builder.budget, self._prefill_cap(builder))
+        running = self._running(builder)
         if self._config.chunked_prefill:
             builder.shares = Shares(builder.budget)
-            given = builder.shares.deal(self._running(builder), waiting)
+            places = builder.worker.max_num_seqs - builder.worker.num_seqs
+            soon = waiting[: min(places, self._config.lookahead + 1)]
+            given = builder.shares.deal(
+                running, [self._claim(builder, s, self._todo(builder, s)) for s in soon]
+            )
         else:
-            given = {claim.sequence: claim.left for claim in self._running(builder)}
+            given = {claim.sequence: claim.left for claim in running}
         for sequence, tokens in given.items():
             builder.compute(sequence, tokens)
 
@@ -94,14 +99,9 @@ class ContinuousPlanner:
         prefilling = builder.worker.prefilling.values()
         return [self._claim(builder, s, left) for s in prefilling if (left := s.left_to_plan) > 0]
 
-    def _first_waiting(self, builder: PlanBuilder, now: float) -> list[Claim]:
-        """Return what the first of the queue could use of this step, as far as there are places."""
-        worker = builder.worker
-        reach = min(worker.max_num_seqs - worker.num_seqs, self._config.lookahead + 1)
-        if reach <= 0 or builder.budget <= 0:
-            return []
-        first = itertools.islice(self._pool.queue.order(now), reach)
-        return [self._claim(builder, s, s.num_tokens - self._pool.cached_tokens(worker, s)) for s in first]
+    def _todo(self, builder: PlanBuilder, sequence: Sequence) -> int:
+        """Return the tokens that a waiting sequence would have to compute on the worker."""
+        return sequence.num_tokens - self._pool.cached_tokens(builder.worker, sequence)
 
     def _claim(self, builder: PlanBuilder, sequence: Sequence, left: int) -> Claim:
         """Return what a prompt could use. One that takes several steps makes none of them long."""
@@ -127,13 +127,14 @@ class ContinuousPlanner:
         within = worker.pace.step_times.prefill_tokens_within(seconds, builder.decodes, worker.context_tokens)
         return max(worker.block_size, within)
 
-    def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
+    def _admit_waiting(self, builder: PlanBuilder, first: list[Sequence], now: float) -> None:
         """Admit in queue order; past what does not fit, look a bounded number further."""
         misses = 0
-        for sequence in self._in_reach(now, builder):
+        for sequence in self._in_reach(now, builder, first):
             verdict = self._try_admit(builder, sequence, now)
             if verdict is None:
                 continue
+            builder.shares.forgo(sequence)
             reason, figures = verdict
             if self.explain is not None:
                 self.explain(sequence, builder.worker, reason, figures)
@@ -153,18 +154,17 @@ class ContinuousPlanner:
             if misses > self._config.lookahead:
                 return
 
-    def _in_reach(self, now: float, builder: PlanBuilder) -> Iterator[Sequence]:
+    def _in_reach(self, now: float, builder: PlanBuilder, some: list[Sequence]) -> Iterator[Sequence]:
         """Yield the waiting that this plan may consider, best first; the queue may change meanwhile.
 
         Whoever is left to a better worker takes no place, so then as many others are asked again.
         """
         asked: set[Sequence] = set()
-        num_deferred = -1
-        while num_deferred != builder.num_deferred:
+        while some:
             num_deferred = builder.num_deferred
-            some = self._next_in_reach(now, builder, asked)
             asked.update(some)
             yield from some
+            some = self._next_in_reach(now, builder, asked) if num_deferred != builder.num_deferred else []
 
     def _next_in_reach(self, now: float, builder: PlanBuilder, asked: set[Sequence]) -> list[Sequence]:
         """Return as many as could matter of those not asked: not what is late, nor what never fits."""

@@ -76,9 +76,14 @@ class Shares:
     def take(self, claim: Claim) -> int:
         """Return the tokens for one that is admitted: what was promised to it, and of what is free."""
         given: dict[Sequence, int] = {}
-        self._break_promise(claim.sequence)
+        self.forgo(claim.sequence)
         self._give(given, claim, self._free)
         return given.get(claim.sequence, 0)
+
+    def forgo(self, sequence: Sequence) -> None:
+        """One that waits is not admitted: what was promised to it is for others."""
+        if (promise := self._promised.pop(sequence, None)) is not None:
+            self._move(*promise)
 
     def put_back(self, claim: Claim, tokens: int) -> None:
         """One that was to be admitted is not: the tokens are for others."""
@@ -88,7 +93,7 @@ class Shares:
         """Serve those that run with what the waiting have left."""
         given: dict[Sequence, int] = {}
         for sequence in list(self._promised):
-            self._break_promise(sequence)
+            self.forgo(sequence)
         self._serve(given, running)
         return given
 
@@ -104,10 +109,6 @@ class Shares:
         if tokens > 0:
             given[claim.sequence] = before + tokens
             self._move(claim, -tokens)
-
-    def _break_promise(self, sequence: Sequence) -> None:
-        if (promise := self._promised.pop(sequence, None)) is not None:
-            self._move(*promise)
 
     def _move(self, claim: Claim, tokens: int) -> None:
         self._free += tokens

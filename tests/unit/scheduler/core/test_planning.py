@@ -32,7 +32,7 @@ def test_decodes_come_first_then_prefills_in_chunks_within_the_budget() -> None:
 
 def test_partial_prefills_are_bounded_and_a_prompt_that_fits_whole_still_gets_in() -> None:
     desk = Desk(worker(max_num_batched_tokens=100), window=1, max_partial_prefills=1)
-    desk.submit(250, max_tokens=4)
+    desk.submit(400, max_tokens=4)
     desk.answer()
     desk.answer()
     second, small = desk.submit(150, max_tokens=4), desk.submit(30, max_tokens=4)
