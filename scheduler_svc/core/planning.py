@@ -19,7 +19,7 @@ from scheduler_svc.core.worker import WorkerState
 _BEST_CASE = 0.8
 """Share of its predicted time that a first token takes at least."""
 _LONG_STEP = 8.0
-"""So many times as long as without it may a step be for a prompt that takes several."""
+"""A prompt that takes several steps adds to each at most so many times what an empty one costs."""
 Explain = Callable[[Sequence, WorkerState, str, dict[str, object]], None]
 """Called for each waiting sequence that a plan passes over, with the reason and its figures."""
 
@@ -110,7 +110,9 @@ class ContinuousPlanner:
         if sequence.num_tokens <= worker.token_budget:
             return Claim(sequence, left)
         times = worker.pace.step_times
-        seconds = _LONG_STEP * times.predict(builder.decodes, 0, worker.context_tokens)
+        seconds = times.predict(builder.decodes, 0, worker.context_tokens)
+        seconds += _LONG_STEP * times.predict(0, 0, 0)
+        seconds = min(seconds, self._config.target_itl_s or seconds)
         chunk = times.prefill_tokens_within(seconds, builder.decodes, worker.context_tokens, start)
         return Claim(sequence, left, max(worker.block_size, chunk))
 
@@ -121,7 +123,7 @@ class ContinuousPlanner:
         """
         target = self._config.target_itl_s
         worker = builder.worker
-        if target is None:
+        if target is None or not builder.decodes:
             return builder.budget
         seconds = target * worker.pace.prefill_cap_factor
         within = worker.pace.step_times.prefill_tokens_within(seconds, builder.decodes, worker.context_tokens)

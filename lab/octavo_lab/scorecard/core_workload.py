@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from octavo.protocol.keys import chain
 from octavo.protocol.steps import KEY_BYTES, Priority
 from octavo.steptimes import StepTimes
@@ -180,6 +181,36 @@ def gaps_under_prompts(target_itl_s: float | None, seconds: float) -> list[float
     recorder.token_gaps_s.clear()
     cell.loop.run(until=2.0 + seconds)
     return recorder.token_gaps_s
+
+
+def beside_long_prompts(
+    short: Priority, long: Priority | None, seconds: float, load: float = 0.25
+) -> tuple[float, float, float]:
+    """Return the P99 TTFT of prompts under 200 tokens and of those of 8,000, and the tokens per second.
+
+    One worker of the demo model; half of the prompt tokens are of long ones, if they have a class.
+    """
+    recorder, core = Recorder(), SchedulerCore(CoreConfig(max_waiting_requests=UNBOUNDED))
+    cell = cell_of(core, 1, recorder, num_blocks=8192)
+    half = load * 1500.0
+    kinds: list[tuple[Priority, float, int, Range]] = [(short, half / 220, 1, (50, 200))]
+    if long is not None:
+        kinds.append((long, half / 8000, 10**6, (8000, 8000)))
+    for priority, rate, first, prompt_tokens in kinds:
+        arrivals = traffic(random.Random(first), rate, seconds, prompt_tokens, (32, 32))
+        for index, arrival in enumerate(arrivals, start=first):
+            request = replace(request_of(arrival, f"r{index}", index), priority=priority)
+            cell.submit_at(1.0 + arrival.at, request)
+    cell.loop.run(until=seconds)
+    done = [one for one in recorder.results.values() if one.ttft_s is not None]
+    seen = [one for one in done if one.arrival > seconds / 10]
+    p99s = [
+        float(
+            np.quantile([one.ttft_s for one in seen if (one.prompt_tokens > 200) is is_long] or [0.0], 0.99)
+        )
+        for is_long in (False, True)
+    ]
+    return p99s[0], p99s[1], sum(one.prompt_tokens + one.output_tokens for one in done) / seconds
 
 
 def policy_cell(policy: str, num_workers: int = 2) -> tuple[SimCell, Recorder]:

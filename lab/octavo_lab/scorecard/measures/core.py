@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from octavo.protocol.steps import Priority
 
 from octavo_lab.fleet.arms import LATE
 from octavo_lab.fleet.experiments import FleetOutcome, FleetTraffic, execute_all, plan_runs, plus_minus, ratio
@@ -104,6 +105,22 @@ def jitter_ms() -> Measurement:
     capped, free = (core_workload.gaps_under_prompts(target_itl_s, 60.0) for target_itl_s in (0.040, None))
     jitter, without = (1e3 * (_p99(gaps) - statistics.median(gaps)) for gaps in (capped, free))
     return Measurement(jitter, {"without_cap_ms": without, "p50_ms": 1e3 * statistics.median(capped)})
+
+
+@entry("core.short_behind_long", "x", at_most(2))
+def short_behind_long() -> Measurement:
+    """P99 TTFT of prompts under 200 tokens beside prompts of 8,000 over that without them
+
+    Half of all tokens are of the long ones. Standard beside standard; interactive beside batch, the long
+    ones and the tokens per second of a worker that never rests are in the details.
+    """
+    standard, interactive, batch = Priority.STANDARD, Priority.INTERACTIVE, Priority.BATCH
+    alone, _, _ = core_workload.beside_long_prompts(standard, None, 1200.0)
+    beside, long_s, _ = core_workload.beside_long_prompts(standard, standard, 1200.0)
+    above, _, _ = core_workload.beside_long_prompts(interactive, batch, 1200.0)
+    _, _, tokens_per_s = core_workload.beside_long_prompts(standard, standard, 300.0, load=0.6)
+    details = {"alone_s": alone, "beside_s": beside, "long_p99_s": long_s, "tokens_per_s": tokens_per_s}
+    return Measurement(beside / alone, {**details, "interactive_beside_batch": above / alone})
 
 
 @entry("core.fair_isolation", "x", at_most(1.2))
