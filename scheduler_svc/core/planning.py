@@ -6,6 +6,7 @@ and the blocks that no plan in flight may take. Cost grows with what changes, no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from scheduler_svc.core.config import CoreConfig
@@ -19,7 +20,7 @@ from scheduler_svc.core.worker import WorkerState
 _BEST_CASE = 0.8
 """Share of its predicted time that a first token takes at least."""
 _LONG_STEP = 8.0
-"""A prompt that takes several steps adds to each at most so many times what an empty one costs."""
+"""A prompt that takes several steps adds to each at most so many times what the shortest one costs."""
 Explain = Callable[[Sequence, WorkerState, str, dict[str, object]], None]
 """Called for each waiting sequence that a plan passes over, with the reason and its figures."""
 
@@ -107,11 +108,11 @@ class ContinuousPlanner:
         """Return what a prompt could use. One that takes several steps makes none of them long."""
         worker = builder.worker
         start = sequence.num_tokens - left
-        if sequence.num_tokens <= worker.token_budget:
+        least_s = worker.pace.least_step_s
+        if sequence.num_tokens <= worker.token_budget or least_s == math.inf:
             return Claim(sequence, left)
         times = worker.pace.step_times
-        seconds = times.predict(builder.decodes, 0, worker.context_tokens)
-        seconds += _LONG_STEP * times.predict(0, 0, 0)
+        seconds = times.predict(builder.decodes, 0, worker.context_tokens) + _LONG_STEP * least_s
         seconds = min(seconds, self._config.target_itl_s or seconds)
         chunk = times.prefill_tokens_within(seconds, builder.decodes, worker.context_tokens, start)
         return Claim(sequence, left, max(worker.block_size, chunk))

@@ -276,7 +276,7 @@ class ReportReader:
                 seconds = (timing.execute_us + timing.overhead_us + timing.copy_us) * 1e-6
                 pool.observe(worker, timing, seconds, flight.prefill_pairs)
                 worker.pipeline.adapt_lead(timing.bubble_us)
-                worker.pace.last_step_s = seconds
+                worker.pace.took(seconds)
                 self._adapt_prefill_cap(worker, seconds, timing.num_prefill_tokens)
         elif report.status is StepStatus.FAILED:
             out.append(_step_error(worker, report))

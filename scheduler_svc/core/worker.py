@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from octavo.protocol.steps import DIGEST_MASK, Priority
@@ -17,6 +18,8 @@ from scheduler_svc.core.steptime import StepTimeModel
 _MIN_BACKOFF_S = 0.01
 _MAX_BACKOFF_S = 1.0
 _MAX_REFUSALS = 16
+_FADE = 1.001
+"""What a step costs at least rises by so much with each that costs more."""
 _REST_S = 0.002
 """Between two plans for a worker whose sequences all wait for blocks to come back from the host."""
 
@@ -31,11 +34,18 @@ class Pace:
     expected_s: float = 0.0
     """and those that they would have taken on a worker that is known."""
     last_step_s: float = 0.0
+    least_step_s: float = math.inf
+    """The shortest step of late: what any step costs, whatever is in it."""
     num_steps: int = 0
     prefill_cap_factor: float = 1.0
     """Latency-critical mode: correction of the prefill that the step times say fits."""
     load: float = 0.0
     """Seconds before it could start to prefill something new; kept by the fleet."""
+
+    def took(self, seconds: float) -> None:
+        """A step took so long."""
+        self.last_step_s = seconds
+        self.least_step_s = min(self.least_step_s * _FADE, seconds)
 
 
 @dataclass(slots=True, eq=False)
