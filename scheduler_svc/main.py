@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 from octavo.keys import KeyFileError
-from octavo.service import event_loop
+from octavo.service import descriptors, event_loop
 from octavo.service.address import AddressTaken
 from prometheus_client import disable_created_metrics
 
@@ -31,6 +31,7 @@ _SWITCH_INTERVAL_S: Final = 0.0005
 def run(settings: SchedulerSettings) -> int:
     """Serve until told to stop; return the exit code."""
     settings.start_logging()
+    descriptors.raise_limit()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped library
     try:

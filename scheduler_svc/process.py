@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn
 import structlog
 from octavo.keys import KeyFile
 from octavo.service.address import is_loopback
+from octavo.service.loop_lag import LoopLag
 
 from scheduler_svc.admission.access import Access
 from scheduler_svc.admission.admission import Admission, InputProcessor
@@ -51,6 +52,7 @@ class SchedulerProcess:
         self._tasks: set[asyncio.Task[None]] = set()
 
         self.metrics = SchedulerMetrics()
+        self._lag = LoopLag(self.metrics.registry)
         self.metrics.price.set(settings.observability.price_per_gpu_hour or 0.0)
         self.accounts = Accounts(self.metrics, time.monotonic)
         self.tenants = Tenants(self.metrics)
@@ -107,6 +109,7 @@ class SchedulerProcess:
         metrics_port, close_metrics = self._serve_metrics()
         port = await self._server.start(server.host, server.port)
         self.fleet.start()
+        self._lag.start()
         driving = asyncio.create_task(self.driver.run(), name="driver")
         vital: list[asyncio.Task[Any]] = [driving, *self.pool.start()]
         watching = [_watch("history", self._status.history.run())]
@@ -135,6 +138,7 @@ class SchedulerProcess:
             await self.fleet.close()
             await self.pool.close()
             driving.cancel()
+            self._lag.stop()
             for task in watching:
                 task.cancel()
             close_metrics()

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any, Final
 
 import structlog
-from octavo.service import event_loop
+from octavo.service import descriptors, event_loop
 from octavo.service.address import AddressTaken, check_address
+from octavo.service.loop_lag import LoopLag
 
 from worker_svc.api.convert import describe
 from worker_svc.api.server import Business, WorkerServer, WorkerService
@@ -46,6 +47,7 @@ def run(settings: WorkerSettings) -> int:
     A runner that hangs cannot keep the process alive: then this function does not return, it exits.
     """
     settings.start_logging()
+    descriptors.raise_limit()
     # Threads that spin while they wait starve each other as soon as anything else uses the cores: on two
     # busy cores a step took 20 times as long. libgomp reads this when torch is loaded, which is later.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -84,6 +86,8 @@ class WorkerProcess:
         if settings.server.metrics_port is not None:
             check_address(settings.server.host, settings.server.metrics_port)
             metrics_server = MetricsServer(self._metrics, settings.server.host, settings.server.metrics_port)
+        lag = LoopLag(self._metrics.registry)
+        lag.start()
         server = WorkerServer(self._service)
         port = await server.start(settings.server.host, settings.server.port)
         worker_id = settings.server.worker_id or _name_of(settings.server.host, port)
@@ -115,6 +119,7 @@ class WorkerProcess:
         finally:
             self._metrics.set_ready(False)
             self._service.close()
+            lag.stop()
             await server.stop(_CLOSE_S)
             self.engine_stopped = engine_loop.stop(_CLOSE_S)
         log.info("worker_stopped", worker_id=worker_id)

@@ -16,6 +16,8 @@ from typing import Final, TypedDict
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 _MAX_INT = 2**31 - 1
@@ -111,6 +113,9 @@ class SamplingParams:
                 found.append(("stop", "a stop string must not be empty"))
             elif len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
                 found.append(("stop", f"a stop string is at most {MAX_STOP_BYTES} bytes long"))
+        for name, most in (("logit_bias", MAX_LOGIT_BIASES), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
+            if (count := len(getattr(self, name))) > most:
+                found.append((name, f"at most {most} entries, got {count}"))
         for token_id, bias in self.logit_bias.items():
             if not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
                 found.append(("logit_bias", f"must be in [-100, 100], got {bias} for token {token_id}"))

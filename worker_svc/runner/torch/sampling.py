@@ -231,7 +231,9 @@ class SamplingState:
         self._in_output: set[int] = set()
         for token_id, bias in params.logit_bias.items():
             if token_id < vocab_size:
-                self._offsets[self._entry(token_id)] += bias
+                # First the entry: making it may replace the arrays.
+                entry = self._entry(token_id)
+                self._offsets[entry] += bias
 
     @property
     def edits(self) -> bool:

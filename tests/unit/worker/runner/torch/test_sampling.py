@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from octavo.sampling import SamplingParams
+from octavo.sampling import MAX_LOGIT_BIASES, SamplingParams
 
 from worker_svc.errors import StepFailed
 from worker_svc.runner.base import SequenceData
@@ -208,6 +208,19 @@ def test_penalties_follow_the_sequence_step_by_step() -> None:
             assert edited.numpy() == pytest.approx(row, abs=1e-5)
             assert sampled.token_ids[one.handle] == row.argmax()
             one.token_ids.append(sampled.token_ids[one.handle])
+
+
+@pytest.mark.parametrize("count", [16, 17, 300, MAX_LOGIT_BIASES])
+def test_every_bias_of_a_request_is_added(count: int) -> None:
+    vocab = 2 * MAX_LOGIT_BIASES
+    params = SamplingParams(temperature=0.0, logit_bias={2 * n: n / 50 - 9 for n in range(count)})
+    logits = peaked_logits(vocab)[None].clone()
+
+    make_sampler(vocab).sample(logits, [SequenceData(1, [1, 2], 2, params)])
+
+    assert logits[0].numpy() == pytest.approx(
+        penalized(peaked_logits(vocab).numpy(), [1, 2], 2, params), abs=1e-4
+    )
 
 
 def test_sequence_that_comes_back_is_penalized_as_if_it_had_never_left() -> None:
