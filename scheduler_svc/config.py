@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from octavo.protocol.steps import Priority
 from octavo.service.address import split_address
@@ -27,8 +27,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_va
 from scheduler_svc.core.config import CoreConfig, StaticConfig
 from scheduler_svc.core.overload import OverloadConfig
 from scheduler_svc.core.policies import POLICIES
-
-MAX_MESSAGE_BYTES: Final = 16 << 20
 
 
 def _parts(value: object) -> object:

@@ -214,8 +214,7 @@ class SchedulerProcess:
             ),
             PinService(self._pins, self.fleet, self.models, self._inputs, self.access),
         )
-        guard = self.access if self._key_file is not None else None
-        return SchedulerServer(services, server.max_streams, guard)
+        return SchedulerServer(services, server.max_streams, self.access)
 
     # Events --------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import MappingProxyType
 from typing import Final, TypedDict
 
@@ -108,7 +109,7 @@ class SamplingParams:
             )
         if len(self.stop) > MAX_STOP_STRINGS:
             found.append(("stop", f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}"))
-        for text in self.stop:
+        for text in self.stop[:MAX_STOP_STRINGS]:
             if not text:
                 found.append(("stop", "a stop string must not be empty"))
             elif len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
@@ -116,7 +117,7 @@ class SamplingParams:
         for name, most in (("logit_bias", MAX_LOGIT_BIASES), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
             if (count := len(getattr(self, name))) > most:
                 found.append((name, f"at most {most} entries, got {count}"))
-        for token_id, bias in self.logit_bias.items():
+        for token_id, bias in islice(self.logit_bias.items(), MAX_LOGIT_BIASES):
             if not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
                 found.append(("logit_bias", f"must be in [-100, 100], got {bias} for token {token_id}"))
         return found

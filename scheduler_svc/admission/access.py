@@ -56,16 +56,19 @@ class Access:
         found = self.key_file.find(key)
         return found.tenant.quotas.requests_in_flight if found is not None else None
 
-    def authorize(self, method: str, metadata: Metadata | None) -> None:
-        """Refuse a call that its key does not allow. `method` is `/package.Service/Method`.
+    def authorize(self, method: str, metadata: Metadata | None) -> str | None:
+        """Refuse a call that its key does not allow, and return the tenant of one that may come.
+
+        None is whoever needs no key. `method` is `/package.Service/Method`.
 
         Raises:
             ServiceError: there is no key, it is not known, or lacks the role.
         """
         service = method.split("/")[1] if method.count("/") == 2 else ""
         if self.key_file is None or service in _OPEN:
-            return
-        self._find(self.key_file, bearer_key(metadata), None if service in _ANY_KEY else Role.OPERATOR)
+            return None
+        role = None if service in _ANY_KEY else Role.OPERATOR
+        return self._find(self.key_file, bearer_key(metadata), role).tenant.name
 
     def check_peer(self, peer: str) -> None:
         """Refuse an operation to a caller on another machine where there are no keys to tell operators by.

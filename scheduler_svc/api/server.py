@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
+from grpc_health.v1 import health
+from octavo.protocol.bounds import MAX_MESSAGE_BYTES
+from octavo.service.call_guard import CallGuard, Metadata, Refused
 from octavo.service.grpc_port import GrpcPort
+from octavo.service.places import Places
 from octavo.v1 import generation_pb2, operations_pb2
 
 from scheduler_svc.admission.access import GENERATION, OPERATIONS, Access
 from scheduler_svc.api.generation import GenerationService
-from scheduler_svc.api.interceptor import AccessInterceptor
 from scheduler_svc.api.operations import PinService, StatusService
-from scheduler_svc.api.parsing import lenient, parse_session
+from scheduler_svc.api.parsing import Parser
 from scheduler_svc.api.session import SessionService
-from scheduler_svc.config import MAX_MESSAGE_BYTES
+from scheduler_svc.errors import ServiceError
 
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -30,7 +33,15 @@ _OPTIONS: Final = (
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
+    # Of one connection; a client waits with what goes beyond it.
+    ("grpc.max_concurrent_streams", 2048),
+    # A connection on which nobody says a word of HTTP/2.
+    ("grpc.server_handshake_timeout_ms", 10_000),
 )
+_OPERATOR_CALLS: Final = 256
+_HEALTH_CALLS: Final = 512
+_OTHER_CALLS: Final = 32
+"""Of reflection and channelz."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +57,17 @@ class Services:
 class SchedulerServer:
     """The port."""
 
-    def __init__(self, services: Services, max_streams: int, access: Access | None) -> None:
+    def __init__(self, services: Services, max_streams: int, access: Access) -> None:
+        places = {
+            GENERATION: Places(max_streams, share=3),
+            OPERATIONS: Places(_OPERATOR_CALLS, share=3),
+            health.SERVICE_NAME: Places(_HEALTH_CALLS, share=1 / 3),
+        }
+        guard = CallGuard(_identify_by(access), places, Places(_OTHER_CALLS, share=1 / 3))
         self._port = GrpcPort(
             (GENERATION, OPERATIONS),
             options=_OPTIONS,
-            interceptors=() if access is None else (AccessInterceptor(access),),
-            max_streams=max_streams,
+            interceptors=(guard,),
         )
         self._port.server.add_generic_rpc_handlers(
             (
@@ -83,14 +99,26 @@ class SchedulerServer:
         await self._port.stop(grace_s)
 
 
+def _identify_by(access: Access) -> Callable[[str, Metadata | None], str | None]:
+    """Return how the guard of the port learns whose a call is: the tenant's, where there are keys."""
+
+    def identify(method: str, metadata: Metadata | None) -> str | None:
+        try:
+            return access.authorize(method, metadata)
+        except ServiceError as error:
+            raise Refused(error.to_proto()) from None
+
+    return identify
+
+
 def _generation_methods(services: Services) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
     pb, generation = generation_pb2, services.generation
     return {
         "Generate": grpc.unary_stream_rpc_method_handler(
-            generation.generate, lenient(pb.GenerateRequest), pb.GenerateEvent.SerializeToString
+            generation.generate, Parser(pb.GenerateRequest), pb.GenerateEvent.SerializeToString
         ),
         "Session": grpc.stream_stream_rpc_method_handler(
-            services.sessions.session, parse_session, pb.SessionEvent.SerializeToString
+            services.sessions.session, None, pb.SessionEvent.SerializeToString
         ),
         "Tokenize": _unary(generation.tokenize, pb.TokenizeRequest, pb.TokenizeResponse),
         "Detokenize": _unary(generation.detokenize, pb.DetokenizeRequest, pb.DetokenizeResponse),
@@ -103,7 +131,7 @@ def _operations_methods(services: Services) -> dict[str, grpc.RpcMethodHandler[A
     return {
         "GetStatus": _unary(status.get_status, pb.GetStatusRequest, pb.GetStatusResponse),
         "WatchStatus": grpc.unary_stream_rpc_method_handler(
-            status.watch_status, lenient(pb.WatchStatusRequest), pb.WatchStatusResponse.SerializeToString
+            status.watch_status, Parser(pb.WatchStatusRequest), pb.WatchStatusResponse.SerializeToString
         ),
         "Drain": _unary(status.drain, pb.DrainRequest, pb.DrainResponse),
         "AuditWorkers": _unary(status.audit_workers, pb.AuditWorkersRequest, pb.AuditWorkersResponse),
@@ -116,4 +144,4 @@ def _operations_methods(services: Services) -> dict[str, grpc.RpcMethodHandler[A
 def _unary(
     method: Callable[..., Any], request: type[Any], response: type[Any]
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    return grpc.unary_unary_rpc_method_handler(method, lenient(request), response.SerializeToString)
+    return grpc.unary_unary_rpc_method_handler(method, Parser(request), response.SerializeToString)

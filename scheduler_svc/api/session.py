@@ -13,7 +13,7 @@ from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.admission.access import bearer_key
 from scheduler_svc.admission.admission import Admission
-from scheduler_svc.api.parsing import Malformed
+from scheduler_svc.api.parsing import Malformed, SessionPart, parse_session
 from scheduler_svc.api.rpc import answering, rpc_deadline
 from scheduler_svc.core.overload import Level
 from scheduler_svc.driver import CoreDriver
@@ -23,9 +23,6 @@ from scheduler_svc.requests.accounts import RequestAccount
 from scheduler_svc.requests.outbox import ClientStream, SessionOutbox
 from scheduler_svc.requests.state import RequestState
 
-SessionPart = pb.SessionRequest | pb.GenerateRequest | Malformed
-SessionMessage = tuple[SessionPart, ...]
-"""What one message brings."""
 _AT_ONCE: Final = 16
 """Requests of one message that are taken before others of the service have their turn."""
 
@@ -65,7 +62,7 @@ class ClientSession:
         self._messages = 0
         self._reading = True
 
-    async def run(self, incoming: AsyncIterator[SessionMessage], context: Context) -> None:
+    async def run(self, incoming: AsyncIterator[bytes], context: Context) -> None:
         """Serve the stream until the client has ended its side and everything it asked for is done.
 
         Raises:
@@ -103,10 +100,10 @@ class ClientSession:
 
     # The client's side ---------------------------------------------------------------------------
 
-    async def _read(self, incoming: AsyncIterator[SessionMessage]) -> None:
+    async def _read(self, incoming: AsyncIterator[bytes]) -> None:
         try:
-            async for messages in incoming:
-                for number, message in enumerate(messages, 1):
+            async for data in incoming:
+                for number, message in enumerate(await parse_session(data), 1):
                     self._handle(message)
                     if number % _AT_ONCE == 0:
                         await asyncio.sleep(0)
@@ -115,7 +112,7 @@ class ClientSession:
             self._reading = False
             self._outbox.wake()
 
-    def _handle(self, message: SessionPart) -> None:
+    def _handle(self, message: SessionPart | Malformed) -> None:
         if isinstance(message, Malformed):
             self._spend_credit()
             self._admission.open(self._stream).end(message.error.reason)
@@ -235,7 +232,7 @@ class SessionService:
         self._sessions: set[ClientSession] = set()
 
     @answering
-    async def session(self, incoming: AsyncIterator[SessionMessage], context: Context) -> None:
+    async def session(self, incoming: AsyncIterator[bytes], context: Context) -> None:
         """Serve one stream."""
         now = time.monotonic()
         session = ClientSession(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
+from octavo.protocol.bounds import MAX_CACHE_SALT, MAX_REQUEST_ID
 from octavo.protocol.convert import finish_reason_to_proto, logprobs_to_proto
 from octavo.protocol.convert_sampling import ProtocolError, sampling_from_proto
 from octavo.protocol.steps import Priority, TokenLogprobs
@@ -19,9 +19,6 @@ from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.core.effects import ChoiceTimings, FinishChoice, RequestAccepted
 from scheduler_svc.errors import ServiceError
-
-MAX_REQUEST_ID: Final = 128
-MAX_CACHE_SALT: Final = 1024
 
 Violations = list[tuple[str, str]]
 

@@ -18,8 +18,9 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from octavo._sdk.wire import MAX_MESSAGE_BYTES, error_info
+from octavo._sdk.wire import error_info
 from octavo.errors import ErrorInfo, InvalidRequestError, OctavoError, UnavailableError, error_of
+from octavo.protocol.bounds import MAX_MESSAGE_BYTES
 from octavo.protocol.proxy import proxy_options
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb

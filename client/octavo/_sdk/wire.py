@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 from octavo.errors import ErrorInfo, FieldViolation, InvalidRequestError
 from octavo.keys import QUOTAS, Quotas
+from octavo.protocol.bounds import MAX_MESSAGE_BYTES
 from octavo.protocol.convert_sampling import sampling_to_proto
 from octavo.protocol.scalars import Scalars, given
 from octavo.protocol.steps import Priority, TokenLogprobs
@@ -40,7 +41,6 @@ from octavo.types import (
 from octavo.v1 import common_pb2, operations_pb2
 from octavo.v1 import generation_pb2 as pb
 
-MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 _SAMPLING: Final = frozenset(field.name for field in fields(SamplingParams))
 _SECONDS: Final = ("queue_timeout", "ttft_deadline", "deadline")
 _TERMS: Final = ("may_trim", "keep_head_tokens", "keep_tail_tokens", "may_shed", "cache_salt")

@@ -27,12 +27,9 @@ class GrpcPort:
         *,
         options: Sequence[tuple[str, int]],
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
-        max_streams: int | None = None,
     ) -> None:
         """`services`: full names of those that reflection shows; their methods are added to `server`."""
-        self.server = grpc.aio.server(
-            interceptors=interceptors, options=(*options, *_OPTIONS), maximum_concurrent_rpcs=max_streams
-        )
+        self.server = grpc.aio.server(interceptors=interceptors, options=(*options, *_OPTIONS))
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lag
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         channelz.add_channelz_servicer(self.server)  # type: ignore[arg-type]  # the stubs lag

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.api.parsing import Malformed, accept, lenient, parse_session
+from scheduler_svc.api import parsing
+from scheduler_svc.api.parsing import Malformed, Parser, accept
 from scheduler_svc.errors import ServiceError
 
 
@@ -21,7 +23,11 @@ def session(**generate: Any) -> pb.SessionRequest:
     return pb.SessionRequest(generate=request(**generate))
 
 
-parse_request = lenient(pb.GenerateRequest)
+parse_request = Parser(pb.GenerateRequest).parse
+
+
+def parse_session(data: bytes) -> tuple[parsing.SessionPart | Malformed, ...]:
+    return asyncio.run(parsing.parse_session(data))
 
 
 def spoiled(message: pb.GenerateRequest | pb.SessionRequest) -> bytes:

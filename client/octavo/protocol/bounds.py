@@ -1,0 +1,106 @@
+"""How much of everything a message to the scheduler may hold: the one table, for both doors.
+
+No user should meet these; they keep one message from costing more than it can be worth. docs/limits.md has
+them for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from octavo.sampling import (
+    MAX_LOGIT_BIASES,
+    MAX_N,
+    MAX_STOP_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+
+MAX_MESSAGE_BYTES: Final = 16 << 20
+"""Of a message of the scheduler's port, and of a body of the gateway."""
+MAX_FIELDS: Final = 1 << 17
+"""Fields of one message, with those of the messages inside it; a packed list is one."""
+MAX_REQUEST_ID: Final = 128
+"""Characters."""
+MAX_CACHE_SALT: Final = 1024
+"""Characters."""
+MAX_PROMPT_TOKENS: Final = 1 << 21
+MAX_RESUMED_TOKENS: Final = 1 << 20
+"""Of all choices of a request."""
+MAX_SHOWN: Final = 100
+_NAME_BYTES: Final = 1024
+_CHARACTER_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What one field may hold at most."""
+
+    bytes: int | None = None
+    """Of a text or a message; in a list, of each. None where elements are numbers."""
+    count: int | None = None
+    """Elements of a list or a map; None where there is one value."""
+    together: bool = False
+    """The count is for all messages of the list that this list is in."""
+
+
+_NAME: Final = Bound(_NAME_BYTES)
+_WHOLE: Final = Bound(MAX_MESSAGE_BYTES)
+_LONG: Final = Bound(1 << 20)
+_GRAMMAR: Final = Bound(1 << 18)
+
+BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
+    {
+        "GenerateRequest.request_id": Bound(_CHARACTER_BYTES * MAX_REQUEST_ID),
+        "GenerateRequest.model": _NAME,
+        "GenerateRequest.text": _WHOLE,
+        "GenerateRequest.resume": Bound(count=MAX_N),
+        "GenerateRequest.api_key": _LONG,
+        "GenerateRequests.requests": Bound(count=1 << 14),
+        "CancelRequest.request_id": Bound(_CHARACTER_BYTES * MAX_REQUEST_ID),
+        "TokenIds.ids": Bound(count=MAX_PROMPT_TOKENS),
+        "ResumedChoice.token_ids": Bound(count=MAX_RESUMED_TOKENS, together=True),
+        "ServiceTerms.cache_salt": Bound(_CHARACTER_BYTES * MAX_CACHE_SALT),
+        "Chat.messages": Bound(count=1 << 13),
+        "Chat.tools_json": _LONG,
+        "Chat.template_vars_json": _LONG,
+        "ChatMessage.role": _NAME,
+        "ChatMessage.content": _WHOLE,
+        "ChatMessage.name": _NAME,
+        "ChatMessage.tool_calls_json": _LONG,
+        "ChatMessage.tool_call_id": _NAME,
+        "SamplingParams.logit_bias": Bound(count=MAX_LOGIT_BIASES),
+        "SamplingParams.stop": Bound(MAX_STOP_BYTES, MAX_STOP_STRINGS),
+        "SamplingParams.stop_token_ids": Bound(count=MAX_STOP_TOKEN_IDS),
+        "StructuredOutput.json_schema": _GRAMMAR,
+        "StructuredOutput.regex": _GRAMMAR,
+        "StructuredOutput.grammar": _GRAMMAR,
+        "StructuredOutput.choice": _GRAMMAR,
+        "ChoiceList.values": Bound(1 << 14, 1 << 12),
+        "TokenizeRequest.model": _NAME,
+        "TokenizeRequest.text": _WHOLE,
+        "DetokenizeRequest.model": _NAME,
+        "DetokenizeRequest.token_ids": Bound(count=MAX_PROMPT_TOKENS),
+        "PinPrefixRequest.model": _NAME,
+        "PinPrefixRequest.name": _NAME,
+        "PinPrefixRequest.text": _WHOLE,
+        "PinPrefixRequest.system_prompt": _WHOLE,
+        "PinPrefixRequest.cache_salt": Bound(_CHARACTER_BYTES * MAX_CACHE_SALT),
+        "PinPrefixRequest.tenant": _NAME,
+        "UnpinPrefixRequest.model": _NAME,
+        "UnpinPrefixRequest.name": _NAME,
+        "DrainRequest.worker_id": _NAME,
+        "SetFaultsRequest.worker_id": _NAME,
+        "SetFaultsRequest.faults": Bound(count=64),
+        "AuditWorkersRequest.worker_id": _NAME,
+    }
+)
+"""By the field's name in octavo.v1. What is not here is one number, one flag or one message."""
+
+
+def shown(value: str) -> str:
+    """Return what a client sent as an error repeats it: quoted, and cut to 100 characters."""
+    return repr(value) if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]!r}…"
