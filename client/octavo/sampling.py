@@ -22,6 +22,8 @@ MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 _MAX_INT = 2**31 - 1
+_BIAS_BYTES = 11
+_TOKEN_BYTES = 4
 _EMPTY: Mapping[int, float] = MappingProxyType({})
 
 
@@ -64,6 +66,12 @@ class StructuredOutput:
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
     json_object: bool | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """About what its texts take in a message."""
+        texts = (self.json_schema, self.regex, self.grammar, *(self.choice or ()))
+        return sum(len(text) for text in texts if text is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +129,12 @@ class SamplingParams:
             if not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
                 found.append(("logit_bias", f"must be in [-100, 100], got {bias} for token {token_id}"))
         return found
+
+    @property
+    def size_bytes(self) -> int:
+        """About what lists, maps and texts of it take in a message."""
+        texts = sum(map(len, self.stop)) + (self.structured.size_bytes if self.structured is not None else 0)
+        return _BIAS_BYTES * len(self.logit_bias) + _TOKEN_BYTES * len(self.stop_token_ids) + texts
 
     def completed_by(self, defaults: SamplingParams) -> SamplingParams:
         """Return these parameters with the defaults for those numbers and flags that are None."""

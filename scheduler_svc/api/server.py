@@ -9,7 +9,7 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health
 from octavo.protocol.bounds import MAX_MESSAGE_BYTES
-from octavo.service.call_guard import CallGuard, Metadata, Refused
+from octavo.service.call_guard import CallGuard, CallRefused, Metadata
 from octavo.service.grpc_port import GrpcPort
 from octavo.service.places import Places
 from octavo.v1 import generation_pb2, operations_pb2
@@ -106,7 +106,7 @@ def _identify_by(access: Access) -> Callable[[str, Metadata | None], str | None]
         try:
             return access.authorize(method, metadata)
         except ServiceError as error:
-            raise Refused(error.to_proto()) from None
+            raise CallRefused(error.to_proto()) from None
 
     return identify
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
-from octavo.protocol.steps import Admit, Plan
+from octavo.protocol.steps import KEY_BYTES, Admit, Plan
 
 from scheduler_svc.core.effects import LogEvent
 from scheduler_svc.core.pipeline import InFlight
@@ -12,6 +13,10 @@ from scheduler_svc.core.request import Sequence, SequenceStatus
 from scheduler_svc.core.sharing import Shares
 from scheduler_svc.core.steptime import chunk_pairs
 from scheduler_svc.core.worker import WorkerState
+
+MAX_ADMIT_BYTES: Final = 16 << 20
+"""What admissions of one plan may take on the wire. The one that passes it still goes, the next one waits."""
+_TOKEN_BYTES: Final = 4
 
 
 @dataclass(slots=True)
@@ -25,6 +30,8 @@ class PlanBuilder:
     available: int
     """Blocks that may still be taken in this step; those that it releases come later."""
     admits: list[Admit] = field(default_factory=list)
+    admit_bytes: int = 0
+    """About what these take on the wire."""
     admitted: list[Sequence] = field(default_factory=list)
     turns: set[Sequence] = field(default_factory=set)
     """Waiting sequences whose start would be a turn of their class."""
@@ -87,6 +94,7 @@ class PlanBuilder:
             sequence.history.started_at = now
         sequence.request.started = True
         spec = sequence.request.spec
+        self.admit_bytes += self._bytes_of(sequence)
         self.admits.append(
             Admit(
                 handle=sequence.binding.handle,
@@ -102,6 +110,13 @@ class PlanBuilder:
             )
         )
         self.admitted.append(sequence)
+
+    def _bytes_of(self, sequence: Sequence) -> int:
+        """Return about what an admission takes; what it shares with the one before is not sent again."""
+        if self.admitted and self.admitted[-1].request is sequence.request:
+            return (sequence.num_tokens - sequence.prompt_len) * _TOKEN_BYTES
+        size = sequence.num_tokens * _TOKEN_BYTES + KEY_BYTES * len(sequence.keys)
+        return size + sequence.request.spec.sampling.size_bytes
 
     def release(self, sequence: Sequence) -> int:
         """Take a sequence off the worker in this step; return the blocks that this gives back."""

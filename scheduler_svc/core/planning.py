@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.effects import LogEvent
 from scheduler_svc.core.fleet import ModelPool
-from scheduler_svc.core.plan_builder import PlanBuilder
+from scheduler_svc.core.plan_builder import MAX_ADMIT_BYTES, PlanBuilder
 from scheduler_svc.core.request import Sequence, SequenceStatus
 from scheduler_svc.core.sharing import Claim, Shares
 from scheduler_svc.core.worker import WorkerState
@@ -146,7 +146,9 @@ class ContinuousPlanner:
                 continue
             if reason in {"blocks", "max_num_seqs"} and misses == 0:
                 self._make_room(builder, sequence, now)
-            if reason in {"max_num_seqs", "token_budget"} or (reason == "isolated" and sequence.suspect):
+            if reason in {"max_num_seqs", "token_budget", "plan_bytes"} or (
+                reason == "isolated" and sequence.suspect
+            ):
                 return
             if reason == "blocks":
                 if sequence.waiting.blocked_since is None:
@@ -218,6 +220,8 @@ class ContinuousPlanner:
             return "max_num_seqs", {"running": worker.num_seqs, "max_num_seqs": worker.max_num_seqs}
         if builder.budget <= 0:
             return "token_budget", {"left": builder.budget, "token_budget": worker.token_budget}
+        if builder.admit_bytes >= MAX_ADMIT_BYTES:
+            return "plan_bytes", {"bytes": builder.admit_bytes, "max_bytes": MAX_ADMIT_BYTES}
         if not worker.may_join(sequence):
             return "isolated", {"deaths": sequence.deaths.recent}
         better = self._pool.better_elsewhere(worker, sequence, now)

@@ -25,7 +25,7 @@ from octavo.protocol.convert import (
 )
 from octavo.protocol.later import unknown_fields
 from octavo.protocol.proxy import proxy_of, proxy_options
-from octavo.protocol.steps import PROTOCOL_VERSION, Plan
+from octavo.protocol.steps import PROTOCOL_VERSION, Admit, Plan
 from octavo.protocol.transport import CLIENT_OPTIONS
 from octavo.v1 import operations_pb2, worker_pb2, worker_pb2_grpc
 
@@ -44,6 +44,8 @@ _MAX_DELAY_S: Final = 2.0
 _MAX_OUTGOING: Final = 1024
 # Converting this many tokens takes a few hundred microseconds.
 _SLICE_TOKENS: Final = 8192
+_TOKENS_PER_BIAS: Final = 8
+"""Tokens that take as long to convert as one bias does."""
 CHANNEL_OPTIONS: Final = (
     *CLIENT_OPTIONS,
     # Links to one address must not share a broken connection.
@@ -256,7 +258,8 @@ class WorkerLink:
             await call.write(worker_pb2.SchedulerMessage(hello=hello))
             async with asyncio.timeout(_WELCOME_TIMEOUT_S):
                 info = await self._read_welcome(call, description)
-            sender = asyncio.create_task(self._pump(call, self._outgoing))
+            sending = self._pump(call, self._outgoing, share_sampling=description.shared_sampling)
+            sender = asyncio.create_task(sending)
             model.workers.add(worker_id)
             self._become("draining" if info.draining else "ready")
             context.driver.worker_up(info, self)
@@ -322,12 +325,14 @@ class WorkerLink:
         return message if isinstance(message, worker_pb2.WorkerMessage) else None
 
     @staticmethod
-    async def _pump(call: _Call, outgoing: asyncio.Queue[_Outgoing]) -> None:
+    async def _pump(call: _Call, outgoing: asyncio.Queue[_Outgoing], *, share_sampling: bool) -> None:
         # A write that fails is seen by the reader, too.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 message = await outgoing.get()
-                await call.write(await _plan_message(message) if isinstance(message, Plan) else message)
+                if isinstance(message, Plan):
+                    message = await _plan_message(message, share_sampling=share_sampling)
+                await call.write(message)
 
     def _conclude(self, session: asyncio.Task[None]) -> None:
         """Say how a session ended; a repeated problem is said once."""
@@ -350,19 +355,26 @@ class WorkerLink:
         self._context.on_change()
 
 
-async def _plan_message(plan: Plan) -> worker_pb2.SchedulerMessage:
-    """Convert a plan. Long prompts go in slices, with a turn for others in between."""
-    if sum(len(admit.token_ids) for admit in plan.admit) <= _SLICE_TOKENS:
-        return worker_pb2.SchedulerMessage(plan=plan_to_proto(plan))
+async def _plan_message(plan: Plan, *, share_sampling: bool) -> worker_pb2.SchedulerMessage:
+    """Convert a plan. What is long goes in slices, with a turn for others in between."""
+    if sum(map(_cost, plan.admit)) <= _SLICE_TOKENS:
+        return worker_pb2.SchedulerMessage(plan=plan_to_proto(plan, share_sampling=share_sampling))
     message = worker_pb2.SchedulerMessage(plan=plan_to_proto(replace(plan, admit=())))
-    for admit, leader in zip(plan.admit, leaders_of(plan.admit), strict=True):
-        token_ids = admit.token_ids if leader is None else admit.token_ids[admit.prompt_len :]
+    for admit, leaders in zip(plan.admit, leaders_of(plan.admit, share_sampling=share_sampling), strict=True):
+        token_ids = admit.token_ids if leaders.prompt is None else admit.token_ids[admit.prompt_len :]
         proto = message.plan.admit.add()
-        proto.CopyFrom(admit_to_proto(replace(admit, token_ids=()), leader))
+        proto.CopyFrom(admit_to_proto(replace(admit, token_ids=()), leaders))
+        await asyncio.sleep(0)
         for start in range(0, len(token_ids), _SLICE_TOKENS):
             proto.token_ids.extend(token_ids[start : start + _SLICE_TOKENS])
             await asyncio.sleep(0)
     return message
+
+
+def _cost(admit: Admit) -> int:
+    """Return about how long an admission takes to convert, in tokens."""
+    sampling = admit.sampling
+    return len(admit.token_ids) + _TOKENS_PER_BIAS * (len(sampling.logit_bias) + len(sampling.stop_token_ids))
 
 
 def _say(error: BaseException | None) -> str:

@@ -26,6 +26,7 @@ Figures = dict[str, object]
 _TEXTS: dict[str, str] = {
     "max_num_seqs": "no place: {running} of {max_num_seqs} sequences run",
     "token_budget": "the step's token budget is used up",
+    "plan_bytes": "the plan has {bytes} bytes of admissions, more than {max_bytes}",
     "blocks": "needs {needed} blocks with {watermark} kept free, {available} are available",
     "better_worker": "left for {worker}: its first token comes sooner there",
     "too_big_for_worker": "can reach more tokens than the {max_model_len} that the worker holds",

@@ -70,4 +70,5 @@ def describe(info: LoadedModel, terms: Terms) -> worker_pb2.WorkerDescription:
         devices=terms.num_devices,
         aliases=info.aliases,
         limits_reason=terms.limits.reason,
+        shared_sampling=True,
     )

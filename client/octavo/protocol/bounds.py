@@ -36,7 +36,7 @@ _CHARACTER_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class FieldBound:
     """What one field may hold at most."""
 
     bytes: int | None = None
@@ -47,24 +47,24 @@ class Bound:
     """The count is for all messages of the list that this list is in."""
 
 
-_NAME: Final = Bound(_NAME_BYTES)
-_WHOLE: Final = Bound(MAX_MESSAGE_BYTES)
-_LONG: Final = Bound(1 << 20)
-_GRAMMAR: Final = Bound(1 << 18)
+_NAME: Final = FieldBound(_NAME_BYTES)
+_WHOLE: Final = FieldBound(MAX_MESSAGE_BYTES)
+_LONG: Final = FieldBound(1 << 20)
+_GRAMMAR: Final = FieldBound(1 << 18)
 
-BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
+BOUNDS: Final[Mapping[str, FieldBound]] = MappingProxyType(
     {
-        "GenerateRequest.request_id": Bound(_CHARACTER_BYTES * MAX_REQUEST_ID),
+        "GenerateRequest.request_id": FieldBound(_CHARACTER_BYTES * MAX_REQUEST_ID),
         "GenerateRequest.model": _NAME,
         "GenerateRequest.text": _WHOLE,
-        "GenerateRequest.resume": Bound(count=MAX_N),
+        "GenerateRequest.resume": FieldBound(count=MAX_N),
         "GenerateRequest.api_key": _LONG,
-        "GenerateRequests.requests": Bound(count=1 << 14),
-        "CancelRequest.request_id": Bound(_CHARACTER_BYTES * MAX_REQUEST_ID),
-        "TokenIds.ids": Bound(count=MAX_PROMPT_TOKENS),
-        "ResumedChoice.token_ids": Bound(count=MAX_RESUMED_TOKENS, together=True),
-        "ServiceTerms.cache_salt": Bound(_CHARACTER_BYTES * MAX_CACHE_SALT),
-        "Chat.messages": Bound(count=1 << 13),
+        "GenerateRequests.requests": FieldBound(count=1 << 14),
+        "CancelRequest.request_id": FieldBound(_CHARACTER_BYTES * MAX_REQUEST_ID),
+        "TokenIds.ids": FieldBound(count=MAX_PROMPT_TOKENS),
+        "ResumedChoice.token_ids": FieldBound(count=MAX_RESUMED_TOKENS, together=True),
+        "ServiceTerms.cache_salt": FieldBound(_CHARACTER_BYTES * MAX_CACHE_SALT),
+        "Chat.messages": FieldBound(count=1 << 13),
         "Chat.tools_json": _LONG,
         "Chat.template_vars_json": _LONG,
         "ChatMessage.role": _NAME,
@@ -72,29 +72,29 @@ BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
         "ChatMessage.name": _NAME,
         "ChatMessage.tool_calls_json": _LONG,
         "ChatMessage.tool_call_id": _NAME,
-        "SamplingParams.logit_bias": Bound(count=MAX_LOGIT_BIASES),
-        "SamplingParams.stop": Bound(MAX_STOP_BYTES, MAX_STOP_STRINGS),
-        "SamplingParams.stop_token_ids": Bound(count=MAX_STOP_TOKEN_IDS),
+        "SamplingParams.logit_bias": FieldBound(count=MAX_LOGIT_BIASES),
+        "SamplingParams.stop": FieldBound(MAX_STOP_BYTES, MAX_STOP_STRINGS),
+        "SamplingParams.stop_token_ids": FieldBound(count=MAX_STOP_TOKEN_IDS),
         "StructuredOutput.json_schema": _GRAMMAR,
         "StructuredOutput.regex": _GRAMMAR,
         "StructuredOutput.grammar": _GRAMMAR,
         "StructuredOutput.choice": _GRAMMAR,
-        "ChoiceList.values": Bound(1 << 14, 1 << 12),
+        "ChoiceList.values": FieldBound(1 << 14, 1 << 12),
         "TokenizeRequest.model": _NAME,
         "TokenizeRequest.text": _WHOLE,
         "DetokenizeRequest.model": _NAME,
-        "DetokenizeRequest.token_ids": Bound(count=MAX_PROMPT_TOKENS),
+        "DetokenizeRequest.token_ids": FieldBound(count=MAX_PROMPT_TOKENS),
         "PinPrefixRequest.model": _NAME,
         "PinPrefixRequest.name": _NAME,
         "PinPrefixRequest.text": _WHOLE,
         "PinPrefixRequest.system_prompt": _WHOLE,
-        "PinPrefixRequest.cache_salt": Bound(_CHARACTER_BYTES * MAX_CACHE_SALT),
+        "PinPrefixRequest.cache_salt": FieldBound(_CHARACTER_BYTES * MAX_CACHE_SALT),
         "PinPrefixRequest.tenant": _NAME,
         "UnpinPrefixRequest.model": _NAME,
         "UnpinPrefixRequest.name": _NAME,
         "DrainRequest.worker_id": _NAME,
         "SetFaultsRequest.worker_id": _NAME,
-        "SetFaultsRequest.faults": Bound(count=64),
+        "SetFaultsRequest.faults": FieldBound(count=64),
         "AuditWorkersRequest.worker_id": _NAME,
     }
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from octavo.protocol.convert_sampling import (
     ProtocolError,
@@ -43,6 +43,7 @@ from octavo.protocol.steps import (
     TierCopies,
     TokenLogprobs,
 )
+from octavo.sampling import SamplingParams
 from octavo.v1 import common_pb2, worker_pb2
 
 __all__ = [
@@ -148,14 +149,26 @@ def finish_reason_to_proto(reason: FinishReason) -> common_pb2.FinishReason.Valu
 # Plans
 
 
-def admit_to_proto(admit: Admit, leader: Admit | None = None) -> worker_pb2.Admit:
-    """Convert one admission; what `leader` begins with, too, is left out."""
+class Leaders(NamedTuple):
+    """Earlier admissions of a plan that have what an admission then need not bring."""
+
+    prompt: Admit | None = None
+    sampling: Admit | None = None
+
+
+_NOBODY = Leaders()
+
+
+def admit_to_proto(admit: Admit, leaders: Leaders = _NOBODY) -> worker_pb2.Admit:
+    """Convert one admission; what its leaders have, too, is left out."""
+    leader = leaders.prompt
     shared_keys = _num_shared(leader.keys, admit.keys) if leader is not None else 0
     return worker_pb2.Admit(
         handle=admit.handle,
         token_ids=admit.token_ids if leader is None else admit.token_ids[admit.prompt_len :],
         prompt_len=admit.prompt_len,
-        sampling=sampling_to_proto(admit.sampling),
+        sampling=sampling_to_proto(admit.sampling) if leaders.sampling is None else None,
+        sampling_of=leaders.sampling.handle if leaders.sampling is not None else None,
         choice=admit.choice,
         keys=keys_to_proto(admit.keys[shared_keys:]),
         prompt_of=leader.handle if leader is not None else None,
@@ -167,20 +180,25 @@ def admit_to_proto(admit: Admit, leader: Admit | None = None) -> worker_pb2.Admi
     )
 
 
-def leaders_of(admits: Seq[Admit]) -> list[Admit | None]:
-    """Return for each admission an earlier one of the same prompt, if there is one and it saves something.
+def leaders_of(admits: Seq[Admit], *, share_sampling: bool = True) -> list[Leaders]:
+    """Return for each admission an earlier one of the same prompt, if it saves something, and sampling.
 
-    The choices of a request come one after the other, so only the one before is looked at.
+    The choices of a request come one after the other and have one record of sampling, so only the one
+    before is looked at.
     """
-    leaders: list[Admit | None] = []
+    leaders: list[Leaders] = []
+    before: Admit | None = None
     for admit in admits:
-        leader = admits[len(leaders) - 1] if leaders else None
-        if leader is not None:
-            leader = leaders[-1] or leader
-            same = leader.prompt_len == admit.prompt_len >= _WORTH_SHARING
-            if not same or leader.token_ids[: admit.prompt_len] != admit.token_ids[: admit.prompt_len]:
-                leader = None
-        leaders.append(leader)
+        prompt = sampling = None
+        if before is not None:
+            prompt = leaders[-1].prompt or before
+            same = prompt.prompt_len == admit.prompt_len >= _WORTH_SHARING
+            if not same or prompt.token_ids[: admit.prompt_len] != admit.token_ids[: admit.prompt_len]:
+                prompt = None
+            if share_sampling and before.sampling is admit.sampling:
+                sampling = leaders[-1].sampling or before
+        leaders.append(Leaders(prompt, sampling))
+        before = admit
     return leaders
 
 
@@ -189,8 +207,8 @@ def _num_shared(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> int:
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def admit_from_proto(message: worker_pb2.Admit, leaders: Mapping[int, Admit] | None = None) -> Admit:
-    """Convert one admission; `leaders` are those before it in its plan, by handle.
+def admit_from_proto(message: worker_pb2.Admit, before: Mapping[int, Admit] | None = None) -> Admit:
+    """Convert one admission; `before` are those before it in its plan, by handle.
 
     Raises:
         ProtocolError: it is inconsistent, or a sampling value is out of range.
@@ -198,7 +216,7 @@ def admit_from_proto(message: worker_pb2.Admit, leaders: Mapping[int, Admit] | N
     token_ids = tuple(message.token_ids[:])
     keys = keys_from_proto(message.keys, "admit.keys")
     if message.HasField("prompt_of"):
-        leader = (leaders or {}).get(message.prompt_of)
+        leader = (before or {}).get(message.prompt_of)
         if leader is None or leader.prompt_len != message.prompt_len:
             raise ProtocolError("admit.prompt_of", f"{message.prompt_of} has no such prompt")
         if message.shared_keys > len(leader.keys):
@@ -207,17 +225,14 @@ def admit_from_proto(message: worker_pb2.Admit, leaders: Mapping[int, Admit] | N
         keys = leader.keys[: message.shared_keys] + keys
     if len(set(keys)) != len(keys):
         raise ProtocolError("admit.keys", "names a key twice")
-    sampling = sampling_from_proto(message.sampling)
     if not 1 <= message.prompt_len <= len(token_ids):
         problem = f"must be in [1, {len(token_ids)}] (tokens sent), got {message.prompt_len}"
         raise ProtocolError("admit.prompt_len", problem)
-    for name, problem in sampling.violations():
-        raise ProtocolError(f"admit.sampling.{name}", problem)
     return Admit(
         handle=message.handle,
         token_ids=token_ids,
         prompt_len=message.prompt_len,
-        sampling=sampling,
+        sampling=_admit_sampling(message, before or {}),
         choice=message.choice,
         keys=keys,
         reserve_tokens=given(message, "reserve_tokens"),
@@ -227,12 +242,24 @@ def admit_from_proto(message: worker_pb2.Admit, leaders: Mapping[int, Admit] | N
     )
 
 
-def plan_to_proto(plan: Plan) -> worker_pb2.Plan:
-    """Convert a plan."""
-    leaders = leaders_of(plan.admit)
+def _admit_sampling(message: worker_pb2.Admit, before: Mapping[int, Admit]) -> SamplingParams:
+    if message.HasField("sampling_of"):
+        leader = before.get(message.sampling_of)
+        if leader is None:
+            raise ProtocolError("admit.sampling_of", f"{message.sampling_of} is no earlier admission")
+        return leader.sampling
+    sampling = sampling_from_proto(message.sampling)
+    for name, problem in sampling.violations():
+        raise ProtocolError(f"admit.sampling.{name}", problem)
+    return sampling
+
+
+def plan_to_proto(plan: Plan, *, share_sampling: bool = True) -> worker_pb2.Plan:
+    """Convert a plan; what admissions have in common is sent once."""
+    leaders = leaders_of(plan.admit, share_sampling=share_sampling)
     return worker_pb2.Plan(
         step=plan.step,
-        admit=[admit_to_proto(admit, leader) for admit, leader in zip(plan.admit, leaders, strict=True)],
+        admit=[admit_to_proto(admit, of) for admit, of in zip(plan.admit, leaders, strict=True)],
         prefill_handles=[handle for handle, _ in plan.prefill],
         prefill_tokens=[tokens for _, tokens in plan.prefill],
         skip=plan.skip,

@@ -26,14 +26,17 @@ def refuse_unknown(plan: worker_pb2.Plan) -> tuple[Refused, ...]:
     admissions may begin with the same prompt.
     """
     refused = []
+    unknown_sampling: set[int] = set()
     for admit in plan.admit:
         problem = None
         if admit.priority not in _PRIORITIES:
             problem = f"priority: unknown value {admit.priority}"
             admit.ClearField("priority")
         if admit.sampling.HasField("structured") and unknown_fields(admit.sampling.structured):
-            problem = "sampling.structured: of an unknown kind"
+            unknown_sampling.add(admit.handle)
             admit.sampling.ClearField("structured")
+        if admit.handle in unknown_sampling or admit.sampling_of in unknown_sampling:
+            problem = "sampling.structured: of an unknown kind"
         if problem is not None:
             refused.append(Refused(admit.handle, RefuseReason.UNSUPPORTED, problem))
     return tuple(refused)

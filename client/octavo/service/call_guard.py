@@ -34,7 +34,7 @@ _SLOW_SHARE: Final = 1 / 3
 _LATEST_S: Final = 60.0
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A call may not come; `error` says why."""
 
     def __init__(self, error: common_pb2.Error) -> None:
@@ -49,7 +49,7 @@ class Identify(Protocol):
         """Return the caller's name; None is whoever is at the other end of the connection.
 
         Raises:
-            Refused: the call may not come.
+            CallRefused: the call may not come.
         """
 
 
@@ -77,7 +77,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         method = handler_call_details.method
         try:
             who = self._identify(method, handler_call_details.invocation_metadata)
-        except Refused as refused:
+        except CallRefused as refused:
             return _refuse(refused.error)
         return self._guarded(handler, self._places.get(method.split("/")[1], self._others), who)
 

@@ -146,6 +146,7 @@ class WorkerDescription(google.protobuf.message.Message):
     DEVICES_FIELD_NUMBER: builtins.int
     ALIASES_FIELD_NUMBER: builtins.int
     LIMITS_REASON_FIELD_NUMBER: builtins.int
+    SHARED_SAMPLING_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     """Drawn at start: another value means that the cache was lost."""
@@ -170,6 +171,8 @@ class WorkerDescription(google.protobuf.message.Message):
     """GPUs that it computes on together; absent is 1."""
     limits_reason: builtins.str
     """How max_num_seqs and max_num_batched_tokens came about, in words."""
+    shared_sampling: builtins.bool
+    """It understands Admit.sampling_of."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -219,9 +222,10 @@ class WorkerDescription(google.protobuf.message.Message):
         devices: builtins.int | None = ...,
         aliases: collections.abc.Iterable[builtins.str] | None = ...,
         limits_reason: builtins.str = ...,
+        shared_sampling: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "_devices", b"_devices", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "devices", b"devices", "generation_defaults", b"generation_defaults", "geometry", b"geometry"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "_devices", b"_devices", "adapters", b"adapters", "add_bos_token", b"add_bos_token", "aliases", b"aliases", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation_defaults", b"generation_defaults", "geometry", b"geometry", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "limits_reason", b"limits_reason", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_id", b"model_id", "protocol_version", b"protocol_version", "revision", b"revision", "runner", b"runner", "special_tokens", b"special_tokens", "tokenizer_files", b"tokenizer_files", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "_devices", b"_devices", "adapters", b"adapters", "add_bos_token", b"add_bos_token", "aliases", b"aliases", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation_defaults", b"generation_defaults", "geometry", b"geometry", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "limits_reason", b"limits_reason", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_id", b"model_id", "protocol_version", b"protocol_version", "revision", b"revision", "runner", b"runner", "shared_sampling", b"shared_sampling", "special_tokens", b"special_tokens", "tokenizer_files", b"tokenizer_files", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bos_token_id", b"_bos_token_id"]) -> typing.Literal["bos_token_id"] | None: ...
     @typing.overload
@@ -414,6 +418,7 @@ class Admit(google.protobuf.message.Message):
     ADAPTER_FIELD_NUMBER: builtins.int
     PROMPT_OF_FIELD_NUMBER: builtins.int
     SHARED_KEYS_FIELD_NUMBER: builtins.int
+    SAMPLING_OF_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Never reused within a session; ascending."""
     prompt_len: builtins.int
@@ -432,6 +437,10 @@ class Admit(google.protobuf.message.Message):
     """An earlier admission of this plan that begins with the same prompt, which then is missing in `token_ids`."""
     shared_keys: builtins.int
     """Its first so many keys are missing in `keys`."""
+    sampling_of: builtins.int
+    """An earlier admission of this plan with the same `sampling`, which then is missing here. Only for a worker
+    whose description says `shared_sampling`.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt and, on resume, output so far."""
@@ -455,15 +464,18 @@ class Admit(google.protobuf.message.Message):
         adapter: builtins.str | None = ...,
         prompt_of: builtins.int | None = ...,
         shared_keys: builtins.int = ...,
+        sampling_of: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_adapter", b"_adapter", "_prompt_of", b"_prompt_of", "_reserve_tokens", b"_reserve_tokens", "adapter", b"adapter", "prompt_of", b"prompt_of", "reserve_tokens", b"reserve_tokens", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_adapter", b"_adapter", "_prompt_of", b"_prompt_of", "_reserve_tokens", b"_reserve_tokens", "adapter", b"adapter", "choice", b"choice", "handle", b"handle", "hold_after_finish", b"hold_after_finish", "keys", b"keys", "priority", b"priority", "prompt_len", b"prompt_len", "prompt_of", b"prompt_of", "reserve_tokens", b"reserve_tokens", "sampling", b"sampling", "shared_keys", b"shared_keys", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_adapter", b"_adapter", "_prompt_of", b"_prompt_of", "_reserve_tokens", b"_reserve_tokens", "_sampling_of", b"_sampling_of", "adapter", b"adapter", "prompt_of", b"prompt_of", "reserve_tokens", b"reserve_tokens", "sampling", b"sampling", "sampling_of", b"sampling_of"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_adapter", b"_adapter", "_prompt_of", b"_prompt_of", "_reserve_tokens", b"_reserve_tokens", "_sampling_of", b"_sampling_of", "adapter", b"adapter", "choice", b"choice", "handle", b"handle", "hold_after_finish", b"hold_after_finish", "keys", b"keys", "priority", b"priority", "prompt_len", b"prompt_len", "prompt_of", b"prompt_of", "reserve_tokens", b"reserve_tokens", "sampling", b"sampling", "sampling_of", b"sampling_of", "shared_keys", b"shared_keys", "token_ids", b"token_ids"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_adapter", b"_adapter"]) -> typing.Literal["adapter"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_prompt_of", b"_prompt_of"]) -> typing.Literal["prompt_of"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_reserve_tokens", b"_reserve_tokens"]) -> typing.Literal["reserve_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_sampling_of", b"_sampling_of"]) -> typing.Literal["sampling_of"] | None: ...
 
 global___Admit = Admit
 

@@ -333,3 +333,24 @@ def test_admission_that_shares_what_is_not_there_is_an_error() -> None:
     message.admit[2].shared_keys = 1000
     with pytest.raises(ProtocolError, match="shared_keys"):
         convert.plan_from_proto(message)
+
+
+def test_sampling_of_many_choices_is_sent_once_to_a_worker_that_understands_that() -> None:
+    sampling = SamplingParams(logit_bias=dict.fromkeys(range(1000), 0.5), stop_token_ids=tuple(range(900)))
+    admits = [steps.Admit(n, (1, 2, 3), 3, sampling, choice=n - 1) for n in range(1, 129)]
+    plan = steps.Plan(1, admit=tuple(admits))
+
+    once, each = (convert.plan_to_proto(plan, share_sampling=share) for share in (True, False))
+
+    assert once.ByteSize() < each.ByteSize() / 50
+    for sent in (once, each):
+        received = convert.plan_from_proto(worker_pb2.Plan.FromString(sent.SerializeToString()))
+        assert received == plan
+    assert len({id(admit.sampling) for admit in convert.plan_from_proto(once).admit}) == 1
+
+
+def test_admission_with_the_sampling_of_one_that_is_not_there_is_an_error() -> None:
+    message = convert.plan_to_proto(siblings(2, 100))
+    message.admit[2].sampling_of = 99
+    with pytest.raises(ProtocolError, match="sampling_of"):
+        convert.plan_from_proto(message)

@@ -12,7 +12,7 @@ from tests.unit.octavo.test_convert import siblings
 async def test_long_prompts_are_sent_in_slices_and_once() -> None:
     plan = siblings(4, 20_000)
 
-    message = await _plan_message(plan)
+    message = await _plan_message(plan, share_sampling=True)
 
     sent = worker_pb2.Plan.FromString(message.plan.SerializeToString())
     assert convert.plan_from_proto(sent) == plan
