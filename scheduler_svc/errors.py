@@ -38,10 +38,12 @@ CODES: Final[Mapping[str, grpc.StatusCode]] = MappingProxyType(
         Reason.SHED: grpc.StatusCode.RESOURCE_EXHAUSTED,
         Reason.BREAKER_OPEN: grpc.StatusCode.RESOURCE_EXHAUSTED,
         Reason.DEADLINE_INFEASIBLE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "TOO_MANY_CALLS": grpc.StatusCode.RESOURCE_EXHAUSTED,
         "SESSION_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
         "CREDITS_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
         "SLOW_CONSUMER": grpc.StatusCode.RESOURCE_EXHAUSTED,
         # Time ran out.
+        "MESSAGE_TIMEOUT": grpc.StatusCode.DEADLINE_EXCEEDED,
         Reason.QUEUE_TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
         Reason.TTFT_DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
         Reason.DEADLINE_QUEUED: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -78,7 +78,7 @@ class Parser(Generic[_M]):
         if isinstance(error, WireError):
             field, problem = error.field, str(error)
         else:
-            field, problem = self._scanner.find_not_utf8(data), "is not valid UTF-8"
+            field, problem = self._scanner.find_not_utf8(data) or "", "is not valid UTF-8"
         if field:
             # In a Session, too, paths begin at the request.
             found = ServiceError.invalid((field.removeprefix("generate."), problem))

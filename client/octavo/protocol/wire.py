@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 
 from octavo.protocol.bounds import BOUNDS, MAX_FIELDS
 
@@ -50,7 +50,7 @@ class _Known:
 
     __slots__ = ("apart", "bytes", "count", "inner", "is_list", "name", "packed", "text", "together")
 
-    def __init__(self, field: FieldDescriptor, table: _Table | None, *, packed: bool) -> None:
+    def __init__(self, field: Any, table: _Table | None, *, packed: bool) -> None:
         bound = BOUNDS.get(f"{field.containing_type.name}.{field.name}")
         self.name = field.name
         self.count = bound.count if bound is not None else None
@@ -70,7 +70,7 @@ _tables: dict[str, _Table] = {}
 class Scanner:
     """Checks the bytes of messages of one type against the bounds of their fields."""
 
-    def __init__(self, descriptor: Descriptor) -> None:
+    def __init__(self, descriptor: Any) -> None:
         self._table = _table_of(descriptor)
 
     def check(self, data: bytes, max_fields: int = MAX_FIELDS) -> None:
@@ -224,7 +224,7 @@ def _varint(data: bytes, pos: int) -> tuple[int, int]:
             raise WireError("", "holds a number that is too long")
 
 
-def _table_of(descriptor: Descriptor) -> _Table:
+def _table_of(descriptor: Any) -> _Table:
     """Return what to look at in a message of this type, by tag."""
     table = _tables.get(descriptor.full_name)
     if table is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
 
 import grpc
@@ -22,7 +22,11 @@ from octavo.v1 import common_pb2
 
 Metadata = Iterable[tuple[str, str | bytes]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Identify = Callable[[str, Metadata | None], str | None]
+"""Says who calls, from what is known at the headers of a call: its method, as `/package.Service/Method`, and
+its metadata. None is whoever is at the other end of the connection. Raises CallRefused."""
 
+_EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lag
 _RETRY_MS: Final = 1_000
 _AT_ONCE: Final = 8
 """First messages of one caller that are received at the same time."""
@@ -40,17 +44,6 @@ class CallRefused(Exception):
     def __init__(self, error: common_pb2.Error) -> None:
         super().__init__(error.message)
         self.error = error
-
-
-class Identify(Protocol):
-    """Says who calls, from what is known at the headers of a call."""
-
-    def __call__(self, method: str, metadata: Metadata | None) -> str | None:
-        """Return the caller's name; None is whoever is at the other end of the connection.
-
-        Raises:
-            CallRefused: the call may not come.
-        """
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
@@ -81,7 +74,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
             return _refuse(refused.error)
         return self._guarded(handler, self._places.get(method.split("/")[1], self._others), who)
 
-    def _guarded(self, handler: Handler, places: Places, who: str | None) -> Handler:
+    def _guarded(self, handler: Any, places: Places, who: str | None) -> Handler:
         async def serve(_: object, context: Context) -> Any:
             caller = who or _host(context.peer())
             if not places.take(caller):
@@ -92,9 +85,9 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
                         handler.stream_stream, self._messages(handler, context, caller), context
                     )
                 request = await self._first(context, caller)
-                if request is grpc.aio.EOF:
+                if request is _EOF:
                     return None
-                request = handler.request_deserializer(request)
+                request = (handler.request_deserializer or bytes)(request)
                 if inspect.isawaitable(request):
                     request = await request
                 return await _answer(handler.unary_stream or handler.unary_unary, request, context)
@@ -111,7 +104,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
     async def _messages(self, handler: Handler, context: Context, caller: str) -> AsyncIterator[Any]:
         parse = handler.request_deserializer or bytes
         message = await self._first(context, caller)
-        while message is not grpc.aio.EOF:
+        while message is not _EOF:
             yield parse(message)
             message = await context.read()
 
