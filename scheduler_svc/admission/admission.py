@@ -51,6 +51,8 @@ _log = structlog.get_logger()
 
 # Making Python integers of this many tokens takes a few hundred microseconds.
 _SLICE_TOKENS: Final = 8192
+_AT_ONCE_BYTES: Final = 128 << 10
+"""A larger message is converted by a thread: to read a text of 16 MiB takes some ten milliseconds."""
 # The client ends the call at its gRPC deadline; the scheduler has to end it earlier to be heard.
 _DEADLINE_MARGIN_S: Final = 0.5
 
@@ -130,7 +132,7 @@ class Admission:
             account.request_id = incoming.message.request_id
             tenant, stream = incoming.tenant, incoming.stream
             account.tenant = tenant.name
-            call = generate_from_proto(incoming.message)
+            call = await _convert(incoming.message)
             account.request_id = call.request_id
             quotas = self._tenants.state(tenant, account.arrival)
             account.lease = quotas.take(incoming.estimate, account.arrival, paced=stream.paced)
@@ -258,6 +260,13 @@ class InputProcessor:
         if timeout_s is None:
             timeout_s = self._gate.queue_timeout_s[terms.priority]
         return _after(arrival, timeout_s)
+
+
+async def _convert(message: pb.GenerateRequest) -> GenerateCall:
+    """Return the request of a message; raises ServiceError for what is wrong with it."""
+    if message.ByteSize() <= _AT_ONCE_BYTES:
+        return generate_from_proto(message)
+    return await asyncio.to_thread(generate_from_proto, message)
 
 
 def _deadline(terms: ServiceTerms, arrival: float, rpc_deadline: float | None) -> float | None:

@@ -130,9 +130,11 @@ def generate_from_proto(message: pb.GenerateRequest) -> GenerateCall:
 def _prompt(message: pb.GenerateRequest, violations: Violations) -> TextPrompt | ChatPrompt | TokenPrompt:
     match message.WhichOneof("input"):
         case "text":
-            if not message.text:
+            # Read once: each time makes a new string.
+            text = message.text
+            if not text:
                 violations.append(("text", "must not be empty"))
-            return TextPrompt(message.text)
+            return TextPrompt(text)
         case "tokens":
             if not message.tokens.ids:
                 violations.append(("tokens.ids", "must not be empty"))

@@ -110,26 +110,29 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
 
     async def _first(self, context: Context, caller: str) -> Any:
         """Return the bytes of the first message, or EOF; end a call whose message does not come."""
-        async with self._turns.of(caller):
-            reading = asyncio.ensure_future(context.read())
-            try:
-                await asyncio.wait((reading,), timeout=_SOON_S)
-            except asyncio.CancelledError:
-                reading.cancel()
-                raise
-        if not reading.done():
-            if not self._slow.take(caller):
-                reading.cancel()
-                await abort(context, _full("too many calls wait for their first message"))
-            try:
-                await asyncio.wait((reading,), timeout=_LATEST_S - _SOON_S)
-            finally:
-                self._slow.leave(caller)
-                if not reading.done():
-                    reading.cancel()
-            if not reading.done():
-                await abort(context, _late())
-        return reading.result()
+        await self._turns.take(caller)
+        loop = asyncio.get_running_loop()
+        held: Turns | Places | None = self._turns
+
+        def slow_down() -> None:
+            """Let the next one have its turn, and go on as one of the slow, if there is a place."""
+            nonlocal held
+            self._turns.leave(caller)
+            held = self._slow if self._slow.take(caller) else None
+            if held is None:
+                limit.reschedule(loop.time())
+
+        timer = loop.call_later(_SOON_S, slow_down)
+        try:
+            async with asyncio.timeout(_LATEST_S) as limit:
+                return await context.read()
+        except TimeoutError:
+            full = _full("too many calls wait for their first message")
+            return await abort(context, full if held is None else _late())
+        finally:
+            timer.cancel()
+            if held is not None:
+                held.leave(caller)
 
 
 async def _answer(method: Callable[..., Any], request: Any, context: Context) -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import Counter, deque
 
 
 class Places:
@@ -39,23 +37,36 @@ class Places:
 
 
 class Turns:
-    """Lets so many of each go on at once; the others wait for their turn."""
+    """Lets so many of each go on at once; the others wait for their turn, in order."""
 
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once
-        self._of: dict[str, tuple[asyncio.Semaphore, int]] = {}
+        self._running: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
-    @asynccontextmanager
-    async def of(self, who: str) -> AsyncIterator[None]:
-        """Wait for a turn, and have it."""
-        turn, waiting = self._of.get(who) or (asyncio.Semaphore(self._at_once), 0)
-        self._of[who] = turn, waiting + 1
+    async def take(self, who: str) -> None:
+        """Wait for a turn."""
+        if self._running[who] < self._at_once:
+            self._running[who] += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(who, deque()).append(turn)
         try:
-            async with turn:
-                yield
-        finally:
-            turn, waiting = self._of[who]
-            if waiting == 1:
-                del self._of[who]
-            else:
-                self._of[who] = turn, waiting - 1
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave(who)
+            raise
+
+    def leave(self, who: str) -> None:
+        """Give a turn to the next one."""
+        waiting = self._waiting.get(who) or deque()
+        while waiting:
+            turn = waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._waiting.pop(who, None)
+        self._running[who] -= 1
+        if not self._running[who]:
+            del self._running[who]

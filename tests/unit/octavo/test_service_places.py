@@ -47,14 +47,17 @@ async def test_turns_of_one_do_not_wait_for_those_of_another() -> None:
     go = asyncio.Event()
 
     async def take(who: str) -> None:
-        async with turns.of(who):
-            running.append(who)
-            await go.wait()
+        await turns.take(who)
+        running.append(who)
+        await go.wait()
+        turns.leave(who)
 
-    tasks = [asyncio.create_task(take(who)) for who in ("a", "a", "a", "b")]
+    tasks = [asyncio.create_task(take(who)) for who in ("a", "a", "a", "a", "b")]
     for _ in range(5):
         await asyncio.sleep(0)
     assert running == ["a", "a", "b"]
+    assert tasks.pop(3).cancel()
     go.set()
     await asyncio.gather(*tasks)
-    assert sorted(running) == ["a", "a", "a", "b"]
+    assert running == ["a", "a", "b", "a"]
+    await asyncio.gather(turns.take("a"), turns.take("a"))
