@@ -42,6 +42,22 @@ def test_partial_prefills_are_bounded_and_a_prompt_that_fits_whole_still_gets_in
     desk.finish()
 
 
+def test_admissions_that_a_plan_cannot_carry_wait_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_svc.core.planning.MAX_ADMIT_BYTES", 1000)
+    desk = Desk(worker(max_num_batched_tokens=4096), window=1)
+    first = desk.submit(20, max_tokens=40)
+    desk.answer()
+    # Each has about 800 bytes of tokens and some of keys: the second passes the bound, and still goes.
+    long = [desk.submit(200, max_tokens=4) for _ in range(4)]
+    admitted = []
+    for _ in range(2):
+        desk.answer()
+        admitted.append(len(desk.plans["w0"][0].admit))
+    assert admitted == [2, 2]
+    desk.finish()
+    assert all(desk.tokens[one, 0] for one in (first, *long))
+
+
 def test_without_chunking_a_prompt_runs_whole_and_alone_if_the_budget_is_too_small() -> None:
     desk = Desk(worker(max_num_batched_tokens=64), window=1, chunked_prefill=False)
     desk.submit(20, max_tokens=40)
