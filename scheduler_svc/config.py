@@ -102,7 +102,8 @@ class FleetSection(Section):
     )
     step_watchdog_s: Seconds = Field(30.0, description="a worker that owes a report for longer is lost")
     max_worker_deaths: Count = Field(
-        2, description="a request whose steps have killed this many workers is quarantined"
+        2,
+        description="a request is quarantined after so many workers died that computed nothing else, or more",
     )
 
     @model_validator(mode="after")

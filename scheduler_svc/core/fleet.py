@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from octavo.protocol.steps import StepTiming
 
+from scheduler_svc.core.blame import Losses
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.placement import PrefixIndex
@@ -75,6 +76,7 @@ class ModelPool:
         self.queue = WaitingQueue(config, self.charges)
         self.prefixes = PrefixIndex()
         self.loads = LoadIndex()
+        self.losses = Losses()
         self.workers: dict[str, WorkerState] = {}
         self.block_size: int | None = None
         """Tokens per block of all its workers; None until the first has come."""
