@@ -61,6 +61,8 @@ class CoreConfig:
     """Preempted this often, a sequence is protected."""
     max_worker_deaths: int = 2
     """Workers that must have died computing nothing else before a sequence is quarantined, at least."""
+    worker_drain_grace_s: float = 5.0
+    """What a draining worker runs after so long moves to others, as they have room."""
     step_watchdog_s: float = 30.0
     """A worker that owes a report for longer is lost."""
     target_itl_s: float | None = None

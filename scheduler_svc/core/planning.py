@@ -38,6 +38,8 @@ class ContinuousPlanner:
     def plan(self, worker: WorkerState, now: float) -> PlanBuilder | None:
         """Return the plan of the worker's next step, or None when there is nothing to do."""
         builder = PlanBuilder.for_next_step(worker)
+        if now >= worker.moves_at:
+            self._move(builder, now)
         self._decode(builder)
         admits = len(self._pool.queue) and not worker.draining and now >= worker.backoff.admits_after
         first = self._next_in_reach(now, builder, set()) if admits else []
@@ -56,6 +58,23 @@ class ContinuousPlanner:
         """Return when a worker that refused what was offered may be offered something again."""
         waits = len(self._pool.queue) and not worker.draining and now < worker.backoff.admits_after
         return worker.backoff.admits_after if waits else None
+
+    def _move(self, builder: PlanBuilder, now: float) -> None:
+        """Take off a draining worker what others have room for; the rest goes on until they have.
+
+        One per worker at a time, so that none waits for the prefills of the others.
+        """
+        worker, taken = builder.worker, set[str]()
+        if self._pool.queue.num_servable or any(flight.plan.release for flight in worker.pipeline.in_flight):
+            return
+        for sequence in [*worker.decoding.values(), *worker.prefilling.values()]:
+            other = self._pool.best(sequence, now)
+            if other is None or other.worker_id in taken:
+                return
+            taken.add(other.worker_id)
+            sequence.history.recoveries += 1
+            builder.release(sequence)
+            sequence.transition(SequenceStatus.RELEASING)
 
     def _decode(self, builder: PlanBuilder) -> None:
         """All decodes run; blocks for their growth come from preemption when there are none left."""

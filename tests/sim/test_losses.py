@@ -37,6 +37,9 @@ class Watch:
     pauses: list[float] = field(default_factory=list)
     lost_at: dict[str, float] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
+    last_at: dict[str, float] = field(default_factory=dict)
+    longest_gap_s: float = 0.0
+    """Between two tokens of any request."""
     core: SchedulerCore | None = None
 
     def submitted(self, spec: NewRequest, now: float) -> None:
@@ -47,6 +50,10 @@ class Watch:
             if isinstance(effect, EmitTokens):
                 for delta in effect.deltas:
                     self.running.add(delta.request_id)
+                    self.longest_gap_s = max(
+                        self.longest_gap_s, now - self.last_at.get(delta.request_id, now)
+                    )
+                    self.last_at[delta.request_id] = now
                     lost_at = self.lost_at.pop(delta.request_id, None)
                     if lost_at is not None:
                         self.pauses.append(now - lost_at)
@@ -188,3 +195,19 @@ def test_losses_of_a_worker_that_was_to_go_are_no_evidence() -> None:
         assert request is None or request.sequences[0].deaths.count == 0
     fleet.run(1)
     assert fleet.watch.ends == {"r1": None}
+
+
+def test_rolling_restart_under_load_fails_nobody_and_hardly_pauses() -> None:
+    fleet = Fleet(3)
+    for seed in range(1, 41):
+        fleet.cell.loop.at(0.05 * seed, lambda seed=seed: fleet.submit(seed, 60, 1900))  # type: ignore[misc]
+    for number, host in enumerate(fleet.cell.hosts.values()):
+        fleet.cell.loop.run(until=4.0 + 17.0 * number)
+        assert host.machine.num_seqs >= 8
+        was = host.session
+        host.drain()
+        fleet.cell.loop.run(until=4.0 + 17.0 * number + 16.0)
+        assert host.session != was, "it is empty soon after the grace, and restarts"
+    fleet.run(40)
+    assert set(fleet.watch.ends.values()) == {None}
+    assert fleet.watch.longest_gap_s < 1.5, "a thousand tokens take a second to prefill again"

@@ -87,6 +87,42 @@ def test_worker_that_comes_again_without_having_gone_replaces_itself() -> None:
     assert len(desk.tokens[name, 0]) == 20
 
 
+def test_what_a_draining_worker_runs_moves_after_the_grace_to_where_there_is_room() -> None:
+    desk = Desk(worker(), worker("w1", max_num_seqs=1), worker_drain_grace_s=5.0)
+    names = [desk.submit(20, max_tokens=200) for _ in range(3)]
+    desk.answer("w0")
+    desk.answer("w0")
+    stays = [name for name in names if desk.where(name) == "w0"]
+    assert len(stays) == 2
+    desk._perform(desk.core.worker_draining("w0", desk.now))
+    for _ in range(5):
+        desk.answer("w0")
+    assert [desk.where(name) for name in stays] == ["w0", "w0"], "they might end by themselves"
+    desk.now += 5.0
+    for _ in range(5):
+        desk.answer("w0")
+    assert [desk.where(name) for name in stays] == ["w0", "w0"], "nobody has room for them"
+    desk.cancel(next(name for name in names if name not in stays))
+    for _ in range(3):
+        for worker_id in ("w1", "w0"):
+            if desk.plans[worker_id]:
+                desk.answer(worker_id)
+    assert sorted(str(desk.where(name)) for name in stays) == ["w0", "w1"]
+    had = {name: len(desk.tokens[name, 0]) for name in stays}
+    desk.lose("w0")
+    assert all(desk.sequence(name).deaths.count == 0 for name in stays)
+    desk.finish()
+    assert all(len(desk.tokens[name, 0]) == 200 > had[name] > 5 for name in stays)
+
+
+def test_only_worker_that_drains_keeps_what_it_runs() -> None:
+    desk = Desk(worker_drain_grace_s=0.0)
+    name = desk.submit(20, max_tokens=30)
+    desk._perform(desk.core.worker_draining("w0", desk.now))
+    desk.finish()
+    assert desk.ends[name, 0].timings.recoveries == 0
+
+
 # Reports that cannot be --------------------------------------------------------------------------
 
 

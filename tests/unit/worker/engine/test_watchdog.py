@@ -95,7 +95,9 @@ watch.begin(1, 0)
 def ends(wait: str) -> subprocess.CompletedProcess[str]:
     """Return how a process ended whose first step waits like this."""
     program = STUCK.format(wait=wait)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_stuck_step_takes_the_worker_out_of_service_and_ends_the_process() -> None:
