@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ _FACTOR: Final = 20.0
 """A step may take so many times as long as the longest of about its size."""
 _KNOWN_STEPS: Final = 3
 """Steps of a size that must have run before it counts as known: the first ones may compile."""
+_STDERR: Final = 2
 _LAST_WORDS_S: Final = 1.0
 """From the change of health to the end of the process."""
 
@@ -132,7 +132,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _wind_up(self) -> None:
-        faulthandler.dump_traceback_later(self._watch.first_limit_s, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(self._watch.first_limit_s, exit=True, file=_STDERR)
 
     def _end(self, seen_s: float) -> None:
         allowed_s = self._watch.allowed_s
