@@ -140,6 +140,6 @@ class Watchdog:
         with contextlib.suppress(Exception):
             self._on_stuck()
         with contextlib.suppress(Exception):
-            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+            faulthandler.dump_traceback(file=_STDERR, all_threads=True)
         self._stop.wait(_LAST_WORDS_S)
         self._exit(1)
