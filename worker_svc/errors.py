@@ -38,7 +38,7 @@ class StepFailed(RunnerError):
 class NotFinite(StepFailed):
     """Sequences, which are named, computed something else than numbers."""
 
-    reason = "NOT_FINITE"
+    reason = "INVALID_VALUE"
 
 
 class StepOutOfMemory(RunnerError):

@@ -232,7 +232,7 @@ def test_sequences_that_compute_no_numbers_fail_alone_and_say_so() -> None:
         good, bad = request(PROMPT), request(PROMPT)
         driver.runner.failures.append(NotFinite("logits are not finite", (2 * count,)))
         report = driver.step(good, bad, release=[2 * count - 3] if count > 1 else [])
-        assert [(error.handles, error.kind) for error in report.errors] == [((2 * count,), "NOT_FINITE")]
+        assert [(error.handles, error.kind) for error in report.errors] == [((2 * count,), "INVALID_VALUE")]
         assert [(end.handle, end.reason) for end in report.finished] == [(2 * count, FinishReason.ERROR)]
 
 
