@@ -48,15 +48,12 @@ async def answers(client: AsyncClient) -> list[GenerateResult]:
 
 
 async def ended(child: Child) -> int:
-    async with asyncio.timeout(WAIT_S):
-        while child.alive:
-            await asyncio.sleep(0.05)
-    code = child.process.returncode
-    assert code is not None
-    return code
+    return await asyncio.to_thread(child.process.wait, WAIT_S)
 
 
-async def test_requests_of_killed_and_drained_workers_go_on_and_say_what_they_would_have(stack: Stack) -> None:
+async def test_requests_of_killed_and_drained_workers_go_on_and_say_what_they_would_have(
+    stack: Stack,
+) -> None:
     async with AsyncClient(stack.endpoint) as client:
         undisturbed = [one.token_ids for one in await answers(client)]
 
