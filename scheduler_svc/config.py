@@ -98,9 +98,13 @@ class FleetSection(Section):
     scheduler_id: Name | None = Field(
         None, description="name of this scheduler; by default drawn at each start"
     )
+    worker_drain_grace_s: Grace = Field(
+        5.0, description="seconds after which what a draining worker runs moves to others with room"
+    )
     step_watchdog_s: Seconds = Field(30.0, description="a worker that owes a report for longer is lost")
     max_worker_deaths: Count = Field(
-        2, description="a request whose steps have killed this many workers is quarantined"
+        2,
+        description="a request is quarantined after so many workers died that computed nothing else, or more",
     )
 
     @model_validator(mode="after")

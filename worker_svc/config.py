@@ -15,6 +15,7 @@ from octavo.service.settings import (
     Name,
     Port,
     ProcessSection,
+    Seconds,
     Section,
     ServerSection,
     ServiceSettings,
@@ -184,6 +185,13 @@ class WorkerProcessSection(ProcessSection):
     """How the process behaves."""
 
     drain_grace_s: Grace = Field(30.0, description="seconds that running sequences get after SIGTERM")
+    step_limit_s: Seconds = Field(
+        20.0,
+        description="a step that takes longer, and 20 times as long as any of its size, ends the process",
+    )
+    first_step_limit_s: Seconds = Field(
+        120.0, description="the same for the first steps of a size, which may compile"
+    )
     enable_faults: bool = Field(False, description="allow fault injection")
     check_integrity: bool = Field(
         False, description="check all books after every step, and die if they do not balance"

@@ -35,6 +35,12 @@ class StepFailed(RunnerError):
     """The runner raised; `handles` names the culprits when they are known."""
 
 
+class NotFinite(StepFailed):
+    """Sequences, which are named, computed something else than numbers."""
+
+    reason = "INVALID_VALUE"
+
+
 class StepOutOfMemory(RunnerError):
     """The device ran out of memory during the step."""
 

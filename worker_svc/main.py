@@ -21,6 +21,7 @@ from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.loop import EngineLoop, Loaded
+from worker_svc.engine.watchdog import StepWatch, Watchdog
 from worker_svc.errors import InvalidSettings, ModelLoadError, WorkerError
 from worker_svc.kv.errors import KvError
 from worker_svc.metrics import MetricsServer, WorkerMetrics
@@ -99,10 +100,14 @@ class WorkerProcess:
         )
         on_terminal = sys.stderr.isatty() and settings.process.log_format != "json"
         with LoadingProgress(terminal=on_terminal) as progress:
-            engine_loop = EngineLoop(partial(load, settings, progress))
+            watch = StepWatch(settings.process.step_limit_s, settings.process.first_step_limit_s)
+            engine_loop = EngineLoop(partial(load, settings, progress), watch=watch)
             engine_loop.start()
             self.engine_stopped = False
             await _first(engine_loop.ready, engine_loop.ended, stop)
+        # Not before: what loads a model may hold the interpreter for minutes.
+        watchdog = Watchdog(watch, partial(_end_serving, server, asyncio.get_running_loop()))
+        watchdog.start()
         try:
             if engine_loop.ready.done():
                 await self._serve(server, worker_id, engine_loop, stop)
@@ -122,6 +127,7 @@ class WorkerProcess:
             lag.stop()
             await server.stop(_CLOSE_S)
             self.engine_stopped = engine_loop.stop(_CLOSE_S)
+            watchdog.stop()
         log.info("worker_stopped", worker_id=worker_id)
         return 0
 
@@ -189,6 +195,11 @@ def _name_of(host: str, port: int) -> str:
     """Return a name that differs between machines: all containers listen on the same wildcard."""
     wildcard = host in {"0.0.0.0", "::"}  # noqa: S104 - compared, not bound
     return f"{socket.gethostname() if wildcard else host}:{port}"
+
+
+def _end_serving(server: WorkerServer, loop: asyncio.AbstractEventLoop) -> None:
+    """Say through the health service, from any thread, that no work is taken any more."""
+    asyncio.run_coroutine_threadsafe(server.set_serving(serving=False), loop)
 
 
 async def _first(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:

@@ -60,7 +60,9 @@ class CoreConfig:
     max_preemptions: int = 3
     """Preempted this often, a sequence is protected."""
     max_worker_deaths: int = 2
-    """A sequence whose steps have killed this many workers is quarantined."""
+    """Workers that must have died computing nothing else before a sequence is quarantined, at least."""
+    worker_drain_grace_s: float = 5.0
+    """What a draining worker runs after so long moves to others, as they have room."""
     step_watchdog_s: float = 30.0
     """A worker that owes a report for longer is lost."""
     target_itl_s: float | None = None

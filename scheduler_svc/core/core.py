@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from octavo.protocol.steps import FinishReason, Report
 
 from scheduler_svc.core import bisection
+from scheduler_svc.core.blame import Blamed, blame, forgive
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.effects import DetachWorker, Effect, LogEvent, Reject, RequestAccepted, SendPlan
 from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
 from scheduler_svc.core.events import AdmissionRequest, NewRequest, WorkerInfo
 from scheduler_svc.core.fleet import ModelPool
-from scheduler_svc.core.lifecycle import Blamed, Lifecycle
+from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.model import ModelScheduler
 from scheduler_svc.core.overload import Caps, Level
 from scheduler_svc.core.planning import Explain
@@ -108,13 +109,13 @@ class SchedulerCore:
         out: list[Effect] = []
         former = self._workers.get(info.worker_id)
         if former is not None:
-            self._lose(former, "replaced", now, out, blame=former.info.incarnation != info.incarnation)
+            self._lose(former, "replaced", now, out, died=former.info.incarnation != info.incarnation)
         incarnation, blamed = self._fallen.pop(info.worker_id, ("", []))
         if incarnation == info.incarnation:
             # Only its stream had broken: nobody killed it.
-            for sequence in filter(None, map(self._lifecycle.find, blamed)):
-                sequence.deaths.recent = max(0, sequence.deaths.recent - 1)
-                sequence.deaths.total = max(0, sequence.deaths.total - 1)
+            for name in blamed:
+                if (sequence := self._lifecycle.find(name)) is not None:
+                    forgive(sequence, name)
         pool = self._model(info.model).pool
         worker = WorkerState.from_info(info, self.config, now)
         self._workers[info.worker_id] = worker
@@ -129,7 +130,7 @@ class SchedulerCore:
         out: list[Effect] = []
         worker = self._workers.get(worker_id)
         if worker is not None:
-            blamed = self._lose(worker, "stream ended", now, out, blame=True)
+            blamed = self._lose(worker, "stream ended", now, out, died=True)
             self._fallen = {name: fallen for name, fallen in self._fallen.items() if self._matters(fallen[1])}
             if self._matters(blamed):
                 self._fallen[worker_id] = (worker.info.incarnation, blamed)
@@ -157,7 +158,7 @@ class SchedulerCore:
         try:
             self._reader.read(worker, model.pool, report, now, out)
         except ProtocolViolationError as violation:
-            self._detach(worker, str(violation), now, out, blame=False)
+            self._detach(worker, str(violation), now, out, died=False)
         else:
             model.admission.progressed(now)
             model.pool.update_load(worker)
@@ -189,7 +190,7 @@ class SchedulerCore:
         for worker_id in self._watchdogs.expire(now):
             worker = self._workers.get(worker_id)
             if worker is not None and worker.pipeline.in_flight:
-                self._detach(worker, "watchdog: no report in time", now, out, blame=True)
+                self._detach(worker, "watchdog: no report in time", now, out, died=True)
         while self._wakeups and self._wakeups[0][0] <= now:
             at, worker_id = heapq.heappop(self._wakeups)
             worker = self._workers.get(worker_id)
@@ -368,39 +369,30 @@ class SchedulerCore:
         """Return whether any of those that are blamed for a death still lives."""
         return any(self._lifecycle.find(name) is not None for name in blamed)
 
-    def _detach(
-        self, worker: WorkerState, reason: str, now: float, out: list[Effect], *, blame: bool
-    ) -> None:
+    def _detach(self, worker: WorkerState, reason: str, now: float, out: list[Effect], *, died: bool) -> None:
         """Let go of a worker that still has a stream."""
         out.append(DetachWorker(worker.worker_id, reason))
-        self._lose(worker, reason, now, out, blame=blame)
+        self._lose(worker, reason, now, out, died=died)
 
     def _lose(
-        self, worker: WorkerState, reason: str, now: float, out: list[Effect], *, blame: bool
+        self, worker: WorkerState, reason: str, now: float, out: list[Effect], *, died: bool
     ) -> list[Blamed]:
         """Let go of a worker; what it ran goes back to the front of the queue with its tokens.
 
         Returns those that are suspected of its death.
         """
         pool = self._models[worker.info.model].pool
+        blamed = blame(worker, pool.losses, len(pool.workers), now) if died else []
         del self._workers[worker.worker_id]
         pool.remove(worker, now)
         self._watchdogs.disarm(worker.worker_id)
         sequences = list(worker.sequences.values())
         fields = {"worker_id": worker.worker_id, "reason": reason, "running": len(sequences)}
         out.append(LogEvent("worker_lost", fields))
-        blamed: list[Blamed] = []
         for sequence in sequences:
-            handle = sequence.binding.handle
-            on_device = handle in worker.decoding or handle in worker.prefilling
             worker.forget(sequence)
-            if sequence.status is SequenceStatus.FINISHED:
-                continue
-            guilty = blame and on_device and bool(worker.pipeline.in_flight)
-            if guilty:
-                request = sequence.request
-                blamed.append(Blamed(request.request_id, request.arrival, sequence.choice))
-            self._lifecycle.recover(sequence, blame=guilty, now=now, out=out)
+            if sequence.status is not SequenceStatus.FINISHED:
+                self._lifecycle.recover(sequence, now, out)
         if len(pool.queue):
             # What the worker was to be woken for waits for another one now.
             pool.queue.unplaced.extend(itertools.islice(pool.queue.order(now), len(pool.idle)))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from octavo.protocol.steps import StepTiming
 
+from scheduler_svc.core.blame import Losses
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.core.placement import PrefixIndex
@@ -75,6 +76,8 @@ class ModelPool:
         self.queue = WaitingQueue(config, self.charges)
         self.prefixes = PrefixIndex()
         self.loads = LoadIndex()
+        self.losses = Losses()
+        self._drain_grace_s = config.worker_drain_grace_s
         self.workers: dict[str, WorkerState] = {}
         self.block_size: int | None = None
         """Tokens per block of all its workers; None until the first has come."""
@@ -117,8 +120,9 @@ class ModelPool:
         self.num_seats = sum(worker.max_num_seqs for worker in self.workers.values())
 
     def stop_using(self, worker: WorkerState, now: float) -> None:
-        """A worker takes nothing new."""
+        """A worker takes nothing new, and after a while what it runs moves to others."""
         worker.draining = True
+        worker.moves_at = min(worker.moves_at, now + self._drain_grace_s)
         self._note_size()
         self.idle.pop(worker.worker_id, None)
         self.loads.remove(worker.worker_id)

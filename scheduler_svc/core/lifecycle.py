@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 
 from octavo.protocol.steps import FinishReason
 
+from scheduler_svc.core.blame import Blamed, is_poison
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.effects import ChoiceTimings, Effect, FinishChoice, LogEvent, Reject, SendCancel
 from scheduler_svc.core.errors import CoreError, Reason
@@ -16,18 +16,6 @@ from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.model import ModelScheduler
 from scheduler_svc.core.request import Prediction, Request, Sequence, SequenceStatus
 from scheduler_svc.core.timers import RESOLUTION_S, TimerWheel
-
-_RELAPSES = 4
-"""A sequence that proves itself each time is let off, but not for ever."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blamed:
-    """A sequence under which a worker died, by name: nothing of it is kept alive."""
-
-    request_id: str
-    arrival: float
-    choice: int
 
 
 class Lifecycle:
@@ -142,21 +130,15 @@ class Lifecycle:
                 request.started = False
                 self._arm(request)
 
-    def recover(self, sequence: Sequence, *, blame: bool, now: float, out: list[Effect]) -> None:
+    def recover(self, sequence: Sequence, now: float, out: list[Effect]) -> None:
         """The worker of a sequence is gone: it goes on elsewhere, unless it has killed too many."""
-        if blame:
-            if not sequence.suspect:
-                sequence.deaths.recent = 0
-            sequence.deaths.recent += 1
-            sequence.deaths.total += 1
-            # Two steps may have been under way, so it must get past both.
-            sequence.deaths.proven_at_len = sequence.num_tokens + 2
-        most = self._config.max_worker_deaths
-        if sequence.deaths.recent >= most or sequence.deaths.total >= _RELAPSES * most:
+        deaths = sequence.deaths
+        if is_poison(sequence, self._config.max_worker_deaths):
             error = CoreError(
                 Reason.POISON,
-                f"quarantined: {sequence.deaths.total} workers died while they computed it",
-                metadata={"deaths": str(sequence.deaths.total)},
+                f"quarantined: {deaths.count} workers died at this point of it, {deaths.alone} of them "
+                "while they computed nothing else",
+                metadata={"deaths": str(deaths.count), "alone": str(deaths.alone)},
             )
             self.end_choice(sequence, FinishReason.ERROR, now, out, error=error)
             return

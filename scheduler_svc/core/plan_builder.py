@@ -89,7 +89,7 @@ class PlanBuilder:
     ) -> None:
         """Bind a waiting sequence to the worker from this step on."""
         sequence.transition(SequenceStatus.RUNNING)
-        self.worker.admit(sequence, self.step)
+        self.worker.admit(sequence, self.step, now)
         if sequence.history.started_at is None:
             sequence.history.started_at = now
         sequence.request.started = True

@@ -21,6 +21,8 @@ _BEST_CASE = 0.8
 """Share of its predicted time that a first token takes at least."""
 _LONG_STEP = 8.0
 """A prompt that takes several steps adds to each at most so many times what the shortest one costs."""
+_TRIAL_WAIT_S = 5.0
+"""A suspect that may run beside nobody leaves workers to others so long: one may come back, or be done."""
 Explain = Callable[[Sequence, WorkerState, str, dict[str, object]], None]
 """Called for each waiting sequence that a plan passes over, with the reason and its figures."""
 
@@ -36,6 +38,8 @@ class ContinuousPlanner:
     def plan(self, worker: WorkerState, now: float) -> PlanBuilder | None:
         """Return the plan of the worker's next step, or None when there is nothing to do."""
         builder = PlanBuilder.for_next_step(worker)
+        if now >= worker.moves_at:
+            self._move(builder, now)
         self._decode(builder)
         admits = len(self._pool.queue) and not worker.draining and now >= worker.backoff.admits_after
         first = self._next_in_reach(now, builder, set()) if admits else []
@@ -54,6 +58,23 @@ class ContinuousPlanner:
         """Return when a worker that refused what was offered may be offered something again."""
         waits = len(self._pool.queue) and not worker.draining and now < worker.backoff.admits_after
         return worker.backoff.admits_after if waits else None
+
+    def _move(self, builder: PlanBuilder, now: float) -> None:
+        """Take off a draining worker what others have room for; the rest goes on until they have.
+
+        One per worker at a time, so that none waits for the prefills of the others.
+        """
+        worker, taken = builder.worker, set[str]()
+        if self._pool.queue.num_servable or any(flight.plan.release for flight in worker.pipeline.in_flight):
+            return
+        for sequence in [*worker.decoding.values(), *worker.prefilling.values()]:
+            other = self._pool.best(sequence, now)
+            if other is None or other.worker_id in taken:
+                return
+            taken.add(other.worker_id)
+            sequence.history.recoveries += 1
+            builder.release(sequence)
+            sequence.transition(SequenceStatus.RELEASING)
 
     def _decode(self, builder: PlanBuilder) -> None:
         """All decodes run; blocks for their growth come from preemption when there are none left."""
@@ -132,7 +153,7 @@ class ContinuousPlanner:
 
     def _admit_waiting(self, builder: PlanBuilder, first: list[Sequence], now: float) -> None:
         """Admit in queue order; past what does not fit, look a bounded number further."""
-        misses = 0
+        misses, worker = 0, builder.worker
         for sequence in self._in_reach(now, builder, first):
             verdict = self._try_admit(builder, sequence, now)
             if verdict is None:
@@ -140,16 +161,20 @@ class ContinuousPlanner:
             builder.shares.forgo(sequence)
             reason, figures = verdict
             if self.explain is not None:
-                self.explain(sequence, builder.worker, reason, figures)
+                self.explain(sequence, worker, reason, figures)
             if reason == "better_worker":
                 builder.num_deferred += 1
                 continue
             if reason in {"blocks", "max_num_seqs"} and misses == 0:
                 self._make_room(builder, sequence, now)
-            if reason in {"max_num_seqs", "token_budget", "plan_bytes"} or (
-                reason == "isolated" and sequence.suspect
-            ):
+            if reason in {"max_num_seqs", "token_budget", "plan_bytes"}:
                 return
+            if reason == "isolated" and sequence.suspect:
+                if self._insists(worker, sequence, now):
+                    return
+                # Suspects that wait for others to be tried take no place in the search.
+                builder.num_deferred += 1
+                continue
             if reason == "blocks":
                 if sequence.waiting.blocked_since is None:
                     sequence.waiting.blocked_since = now
@@ -158,6 +183,12 @@ class ContinuousPlanner:
             misses += 1
             if misses > self._config.lookahead:
                 return
+
+    def _insists(self, worker: WorkerState, sequence: Sequence, now: float) -> bool:
+        """Return whether this worker is to be emptied for a suspect that has waited for one long enough."""
+        return now - sequence.deaths.last_at >= _TRIAL_WAIT_S and worker is min(
+            self._pool.workers.values(), key=lambda other: (other.draining, other.num_seqs)
+        )
 
     def _in_reach(self, now: float, builder: PlanBuilder, some: list[Sequence]) -> Iterator[Sequence]:
         """Yield the waiting that this plan may consider, best first; the queue may change meanwhile.
@@ -223,7 +254,7 @@ class ContinuousPlanner:
         if builder.admit_bytes >= MAX_ADMIT_BYTES:
             return "plan_bytes", {"bytes": builder.admit_bytes, "max_bytes": MAX_ADMIT_BYTES}
         if not worker.may_join(sequence):
-            return "isolated", {"deaths": sequence.deaths.recent}
+            return "isolated", {"deaths": sequence.deaths.count}
         better = self._pool.better_elsewhere(worker, sequence, now)
         if better is not None:
             sequence.note_better(better.worth_until)

@@ -56,6 +56,8 @@ class ReportReader:
             self._refused(worker, pool, report, now, out)
         if report.token_handles:
             self._tokens(worker, pool, report, now, out)
+            if worker.suspects:
+                worker.clear_proven()
         if report.finished:
             self._finished(worker, report, now, out)
         self._released(worker, flight, report)

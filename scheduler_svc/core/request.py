@@ -71,6 +71,7 @@ class Binding:
     """Prefill tokens that its tenant was charged ahead of their computation."""
     num_hit_blocks: int = 0
     """Its leading blocks whose keys are known to be in use."""
+    admitted_at: float = 0.0
     growth_bucket: int | None = None
     """Steps congruent to this (modulo the block size) take a block; None while it prefills."""
 
@@ -89,13 +90,20 @@ class SequenceHistory:
 
 @dataclass(slots=True, eq=False)
 class Deaths:
-    """Workers that died under a sequence."""
+    """Workers that died under a sequence since it last proved itself."""
 
-    recent: int = 0
-    """Since it last proved itself."""
-    total: int = 0
+    count: int = 0
+    alone: int = 0
+    """Those that computed nothing else."""
+    evidence: float = 0.0
+    """That it kills them, by those that it was alone on; see `losses`."""
+    last_at: float = 0.0
     proven_at_len: int = 0
-    """Length at which it has proved itself since the last one."""
+    """Length at which it will have proved itself."""
+    exclusive: bool = False
+    """It runs beside nobody but its like."""
+    max_on_trial: int = 1
+    """Suspects that may run beside each other, itself included."""
 
 
 @dataclass(slots=True, eq=False)
@@ -143,8 +151,8 @@ class Sequence:
 
     @property
     def suspect(self) -> bool:
-        """A worker died under it, and it has not passed that point since."""
-        return self.deaths.recent > 0 and len(self.token_ids) < self.deaths.proven_at_len
+        """A worker died under it, and it has not been seen past that point since."""
+        return self.deaths.count > 0
 
     @property
     def untried(self) -> bool:

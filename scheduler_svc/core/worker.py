@@ -12,7 +12,7 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.errors import ProtocolViolationError
 from scheduler_svc.core.events import WorkerInfo
 from scheduler_svc.core.pipeline import InFlight, Pipeline
-from scheduler_svc.core.request import Binding, Sequence
+from scheduler_svc.core.request import Binding, Deaths, Sequence
 from scheduler_svc.core.steptime import StepTimeModel
 
 _MIN_BACKOFF_S = 0.01
@@ -113,6 +113,8 @@ class WorkerState:
     backoff: Backoff = field(default_factory=Backoff)
     live: LiveDigest = field(default_factory=LiveDigest)
     draining: bool = False
+    moves_at: float = math.inf
+    """Draining: from then on what it runs is moved to others."""
     next_handle: int = 1
     sequences: dict[int, Sequence] = field(default_factory=dict)
     decoding: dict[int, Sequence] = field(default_factory=dict)
@@ -120,7 +122,7 @@ class WorkerState:
     running: list[int] = field(default_factory=lambda: [0] * (max(Priority) + 1))
     """Running sequences by class."""
     suspects: dict[int, Sequence] = field(default_factory=dict)
-    """Its sequences under which another worker died, also when they have proved themselves here."""
+    """Its sequences that are on trial: another worker died under them."""
     cancelled: dict[int, int] = field(default_factory=dict)
     """Handles that were cancelled, each with the step whose report must have let go of it."""
     deferred: dict[Sequence, int] = field(default_factory=dict)
@@ -183,13 +185,25 @@ class WorkerState:
     def may_join(self, sequence: Sequence) -> bool:
         """Return whether a sequence may run beside the others.
 
-        One that a worker died under runs with none of its like and with none that was never tried, so
-        that it is known who did it if that happens again.
+        Those that a worker died under are tried in groups, and beside none that was never tried, so that
+        it is known who did it if that happens again. Where it did, they have the worker for themselves.
         """
-        beside_suspect = any(other.suspect for other in self.suspects.values())
-        if sequence.suspect:
-            return not beside_suspect and not any(other.untried for other in self.prefilling.values())
-        return not (beside_suspect and sequence.untried)
+        trial = self.suspects.values()
+        if not sequence.suspect:
+            return not trial or not (sequence.untried or any(other.deaths.exclusive for other in trial))
+        beside = len(self.sequences) - len(trial)
+        if sequence.deaths.exclusive and beside:
+            return False
+        if beside and any(other.untried and not other.suspect for other in self.prefilling.values()):
+            return False
+        return len(trial) < min(other.deaths.max_on_trial for other in (sequence, *trial))
+
+    def clear_proven(self) -> None:
+        """Let off those that have passed the place where another worker died under them."""
+        for handle, sequence in list(self.suspects.items()):
+            if sequence.num_tokens >= sequence.deaths.proven_at_len:
+                sequence.deaths = Deaths()
+                del self.suspects[handle]
 
     def blocks_of_cancelled(self) -> int:
         """Return the least number of blocks that come free with the cancels on their way."""
@@ -213,11 +227,11 @@ class WorkerState:
             return pool.largest_free_run - in_flight
         return pool.free + pool.evictable - in_flight
 
-    def admit(self, sequence: Sequence, step: int) -> None:
+    def admit(self, sequence: Sequence, step: int, now: float) -> None:
         """Bind a sequence to this worker, from `step` on."""
         handle = self.next_handle
         self.next_handle += 1
-        sequence.binding = Binding(self.worker_id, handle, step, sequence.num_tokens)
+        sequence.binding = Binding(self.worker_id, handle, step, sequence.num_tokens, admitted_at=now)
         self.sequences[handle] = sequence
         self.prefilling[handle] = sequence
         self.running[sequence.request.priority] += 1

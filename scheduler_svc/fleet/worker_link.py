@@ -40,14 +40,17 @@ _DESCRIBE_TIMEOUT_S: Final = 15.0
 _AUDIT_TIMEOUT_S: Final = 30.0
 _WELCOME_TIMEOUT_S: Final = 60.0
 _FIRST_DELAY_S: Final = 0.1
-_MAX_DELAY_S: Final = 2.0
+_MAX_DELAY_S: Final = 0.5
+# A worker that is back should not wait to be found.
+_MAX_RECONNECT_MS: Final = 250
 _MAX_OUTGOING: Final = 1024
 # Converting this many tokens takes a few hundred microseconds.
 _SLICE_TOKENS: Final = 8192
 _TOKENS_PER_BIAS: Final = 8
 """Tokens that take as long to convert as one bias does."""
 CHANNEL_OPTIONS: Final = (
-    *CLIENT_OPTIONS,
+    *(option for option in CLIENT_OPTIONS if option[0] != "grpc.max_reconnect_backoff_ms"),
+    ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_MS),
     # Links to one address must not share a broken connection.
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -32,7 +32,7 @@ _TEXTS: dict[str, str] = {
     "too_big_for_worker": "can reach more tokens than the {max_model_len} that the worker holds",
     "no_adapter": "the worker has no adapter {adapter}",
     "too_late": "its first token would take {predicted_s:.3f} s, its deadline leaves {left_s:.3f} s",
-    "isolated": "suspected of {deaths} worker deaths, another suspect runs here",
+    "isolated": "on trial for {deaths} worker deaths, or beside who is: kept apart",
     "max_partial_prefills": "{todo} tokens to prefill, too many prefills are spread over steps already",
     "behind": "{ahead} of {waiting} wait ahead; the plan stopped at {stopped_at}: {because}",
     "not_reached": "{ahead} of {waiting} wait ahead; the plan took none of it",

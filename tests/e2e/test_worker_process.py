@@ -15,6 +15,7 @@ from typing import Any, cast
 import grpc.aio
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from octavo.protocol.transport import CLIENT_OPTIONS
 from octavo.v1 import common_pb2, operations_pb2, worker_pb2_grpc
 from octavo.v1 import worker_pb2 as pb
@@ -218,3 +219,20 @@ async def test_worker_logs_never_hold_what_a_request_says() -> None:
         await worker.event("session_ended")
     assert "session_started" in [event["event"] for event in worker.log]
     assert not [event for event in worker.log if "9, 9" in json.dumps(event)]
+
+
+async def test_step_that_never_ends_takes_the_worker_out_of_service_and_ends_it(tmp_path: Any) -> None:
+    profile = tmp_path / "hang.json"
+    profile.write_text(HANGING)
+    async with started(sim_profile=profile, step_limit_s=0.2, first_step_limit_s=0.5) as worker:
+        port = (await worker.event("worker_listening"))["port"]
+        await worker.event("worker_ready")
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CLIENT_OPTIONS) as channel:
+            watch = cast("Any", health_pb2_grpc.HealthStub(channel)).Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            async with attached(port) as call:
+                assert (await worker.event("step_stuck"))["allowed_s"] == 0.5
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await call.read()
+            assert await worker.exit_code() == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Final
 
 from octavo.protocol.steps import (
     Admit,
@@ -23,13 +24,16 @@ from worker_svc.engine.faults import FaultKind, Faults
 from worker_svc.engine.kv_offload import KvOffload
 from worker_svc.engine.sequences import RunningSequences, SequenceState, new_state
 from worker_svc.engine.step import CurrentStep, StepClock, StepOutcome, execute
-from worker_svc.errors import InvalidSettings
+from worker_svc.errors import DeviceLost, InvalidSettings, NotFinite
 from worker_svc.kv.contiguous import ContiguousMemory
 from worker_svc.kv.errors import OutOfBlocks
 from worker_svc.kv.memory import NO_STEP, KvMemory, PinOutcome, Placement, StepUse
 from worker_svc.kv.paged import PagedMemory
 from worker_svc.kv.pool import BlockPool
 from worker_svc.runner.base import ModelRunner, Row, StepBatch
+
+_WRONG_IN_A_ROW: Final = 16
+"""So many sequences in a row that compute no numbers, and none that does, are the device's fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,8 @@ class WorkerEngine:
         """Cancelled before the plan that admits them was applied."""
         self._last_handle = 0
         self._failed_step: int | None = None
+        self._num_not_finite = 0
+        """Sequences in a row, up to now, that computed something else than numbers."""
 
     @property
     def num_live(self) -> int:
@@ -152,12 +158,23 @@ class WorkerEngine:
             self._offload.perform(clock)
             copied = clock()
             outcome = execute(self._runner, batch)
+            self._judge_device(outcome)
             times.execute_s = clock() - copied
             times.copy_s = copied - began
         report = self.finish(outcome, times)
         if self._config.check_integrity:
             self.check_integrity()
         return report
+
+    def _judge_device(self, outcome: StepOutcome) -> None:
+        """Give up a device that computes no numbers for anybody: then it is no sequence's fault."""
+        if outcome.token_ids:
+            self._num_not_finite = 0
+        self._num_not_finite += sum(len(e.handles) for e in outcome.errors if e.kind == NotFinite.reason)
+        if self._num_not_finite >= _WRONG_IN_A_ROW and not outcome.token_ids:
+            raise DeviceLost(
+                f"{self._num_not_finite} sequences in a row computed something else than numbers"
+            )
 
     def begin(self, plan: Plan) -> StepBatch | None:
         """Apply a plan up to the point where the runner computes; None when the plan is skipped."""

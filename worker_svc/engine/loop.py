@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from octavo.protocol.steps import Geometry, Plan, PoolReport, Report
 
 from worker_svc.engine.faults import Faults
 from worker_svc.engine.limits import Limits
+from worker_svc.engine.watchdog import StepWatch
 from worker_svc.kv.memory import PinOutcome
 from worker_svc.runner.base import LoadedModel
 
@@ -89,8 +91,10 @@ class EngineLoop:
         self,
         build: Callable[[], Loaded],
         clock: Callable[[], float] = time.perf_counter,
+        watch: StepWatch | None = None,
     ) -> None:
         self._build = build
+        self._watch = watch or StepWatch(math.inf, math.inf)
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._calls: deque[Callable[[StepEngine], None]] = deque()
@@ -162,7 +166,11 @@ class EngineLoop:
             if step is None:
                 return
             bubble_s = 0.0 if idle_since is None else self._clock() - idle_since
-            report = engine.run_step(step.plan, self._clock)
+            self._watch.begin(engine.num_live + len(step.plan.admit), sum(n for _, n in step.plan.prefill))
+            try:
+                report = engine.run_step(step.plan, self._clock)
+            finally:
+                self._watch.end()
             # Time without live sequences is nobody's loss.
             idle_since = self._clock() if engine.num_live else None
             bubble_us = min(int(bubble_s * _US_PER_S), _MAX_U32)

@@ -11,7 +11,14 @@ import torch
 from octavo.sampling import SamplingParams
 from torch import Tensor
 
-from worker_svc.errors import DeviceLost, InvalidSettings, ModelLoadError, StepFailed, StepOutOfMemory
+from worker_svc.errors import (
+    DeviceLost,
+    InvalidSettings,
+    ModelLoadError,
+    NotFinite,
+    StepFailed,
+    StepOutOfMemory,
+)
 from worker_svc.models.files import ModelFormat, ResolvedModel
 from worker_svc.models.progress import Progress
 from worker_svc.runner import host_memory
@@ -194,7 +201,7 @@ def _refuse_non_finite(hidden: Tensor, packed: Packed, pool: KvPool) -> None:
     for placed in bad:
         pool.clear(packed.slots[placed.first : placed.first + placed.row.num_tokens])
     if bad:
-        raise StepFailed("activations are not finite", tuple(placed.row.sequence.handle for placed in bad))
+        raise NotFinite("activations are not finite", tuple(placed.row.sequence.handle for placed in bad))
 
 
 def _is_out_of_memory(error: Exception) -> bool:

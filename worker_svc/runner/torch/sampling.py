@@ -14,7 +14,7 @@ from octavo.protocol.steps import TokenLogprobs
 from octavo.sampling import SamplingParams
 from torch import Tensor
 
-from worker_svc.errors import StepFailed
+from worker_svc.errors import NotFinite
 from worker_svc.runner.base import SequenceData
 from worker_svc.runner.torch.noise import gumbel, row_key, stream_key
 
@@ -56,7 +56,7 @@ class Sampler:
         """Sample one token per row of `logits` [R, vocab] (float32, overwritten).
 
         Raises:
-            StepFailed: rows hold something that is not a number; their handles are named.
+            NotFinite: rows hold something that is not a number; their handles are named.
         """
         states = [self._state(sequence) for sequence in sequences]
         reporting = [row for row, state in enumerate(states) if state.num_logprobs is not None]
@@ -65,7 +65,7 @@ class Sampler:
         best, chosen = logits.max(dim=-1)
         bad = torch.isfinite(best).logical_not_().nonzero().flatten().tolist()
         if bad:
-            raise StepFailed("logits are not finite", tuple(sequences[row].handle for row in bad))
+            raise NotFinite("logits are not finite", tuple(sequences[row].handle for row in bad))
         drawing = [row for row, state in enumerate(states) if not state.greedy]
         if drawing:
             rows = self._index(drawing)

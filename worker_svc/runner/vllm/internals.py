@@ -42,6 +42,7 @@ NULL_BLOCKS: Final = 1
 _EXTENSION: Final = f"{__name__}.StepExtension"
 _CPU_SEED_MASK: Final = 2**31 - 1
 """Seeds as vLLM draws them for its noise on a CPU."""
+_NO_TOKEN: Final = -1
 _DEVICE_ERRORS: Final = ("cuda error", "hip error", "device-side assert", "connection closed by peer", "nccl")
 _MEMORY_ERRORS: Final = ("out of memory", "can't allocate memory")
 
@@ -107,7 +108,7 @@ class StepExtension:
                     runner._init_mrope_positions(state)  # noqa: SLF001 - what the runner does for new requests
             output = self.execute_model(scheduler_output)  # type: ignore[attr-defined]
             if output is None:
-                with _seeded(runner, draw_seeds):
+                with _seeded(runner, draw_seeds), _checked(runner):
                     output = self.sample_tokens(None)  # type: ignore[attr-defined]
         except Exception as error:  # noqa: BLE001 - every rank must answer, or the others' answers go astray
             runner.execute_model_state = None
@@ -173,6 +174,28 @@ def _seeded(runner: Any, draw_seeds: Mapping[str, int]) -> Iterator[None]:
             yield
         finally:
             batch.generators.clear()
+
+
+@contextlib.contextmanager
+def _checked(runner: Any) -> Iterator[None]:
+    """Put what is no token where logits are not finite, for the length of one sampling.
+
+    It goes to the host with the tokens, so nothing more has to be waited for.
+    """
+    sampler = runner.sampler
+    forward = sampler.forward
+
+    def checked(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        bad = logits.amax(dim=-1).isfinite().logical_not_()
+        output = forward(logits, *args, **kwargs)
+        output.sampled_token_ids.masked_fill_(bad.unsqueeze(-1), _NO_TOKEN)
+        return output
+
+    sampler.forward = checked
+    try:
+        yield
+    finally:
+        sampler.forward = forward
 
 
 def _draw_on_cpu(

@@ -11,7 +11,7 @@ import structlog
 from octavo.protocol.steps import TokenLogprobs
 from octavo.sampling import SamplingParams
 
-from worker_svc.errors import InvalidSettings, RunnerError, StepFailed, StepOutOfMemory
+from worker_svc.errors import InvalidSettings, NotFinite, RunnerError, StepFailed, StepOutOfMemory
 from worker_svc.models.progress import Progress
 from worker_svc.runner.base import (
     BlockCopy,
@@ -266,6 +266,7 @@ class VllmRunner:
 
     def _collect(self, rows: Seq[Row], output: Any, result: StepResult) -> None:
         """Add the sampled tokens of `rows` to `result`."""
+        bad: list[int] = []
         for row in rows:
             if not row.sample:
                 continue
@@ -276,12 +277,16 @@ class VllmRunner:
             index = output.req_id_to_index[self._tracked[sequence.handle].req_id]
             (token,) = output.sampled_token_ids[index]
             if not 0 <= token < self._info.vocab_size:
-                raise StepFailed(f"token {token} was sampled, the logits are not numbers", (sequence.handle,))
+                # Also what the ranks put where the logits are not finite.
+                bad.append(sequence.handle)
+                continue
             result.token_ids[sequence.handle] = token
             if sequence.sampling.logprobs is not None:
                 result.logprobs[sequence.handle] = _logprobs(
                     output.logprobs, index, sequence.sampling.logprobs
                 )
+        if bad:
+            raise NotFinite("logits are not finite", tuple(bad))
 
     @staticmethod
     def _pairs(copies: Seq[BlockCopy]) -> list[tuple[int, int]]:

@@ -82,9 +82,45 @@ def test_worker_that_comes_again_without_having_gone_replaces_itself() -> None:
     desk.answer()
     desk.plans["w0"].clear()
     desk.attach(desk.workers["w0"])
-    assert desk.sequence(name).deaths.recent == 0
+    assert desk.sequence(name).deaths.count == 0
     desk.finish()
     assert len(desk.tokens[name, 0]) == 20
+
+
+def test_what_a_draining_worker_runs_moves_after_the_grace_to_where_there_is_room() -> None:
+    desk = Desk(worker(), worker("w1", max_num_seqs=1), worker_drain_grace_s=5.0)
+    names = [desk.submit(20, max_tokens=200) for _ in range(3)]
+    desk.answer("w0")
+    desk.answer("w0")
+    stays = [name for name in names if desk.where(name) == "w0"]
+    assert len(stays) == 2
+    desk._perform(desk.core.worker_draining("w0", desk.now))
+    for _ in range(5):
+        desk.answer("w0")
+    assert [desk.where(name) for name in stays] == ["w0", "w0"], "they might end by themselves"
+    desk.now += 5.0
+    for _ in range(5):
+        desk.answer("w0")
+    assert [desk.where(name) for name in stays] == ["w0", "w0"], "nobody has room for them"
+    desk.cancel(next(name for name in names if name not in stays))
+    for _ in range(3):
+        for worker_id in ("w1", "w0"):
+            if desk.plans[worker_id]:
+                desk.answer(worker_id)
+    assert sorted(str(desk.where(name)) for name in stays) == ["w0", "w1"]
+    had = {name: len(desk.tokens[name, 0]) for name in stays}
+    desk.lose("w0")
+    assert all(desk.sequence(name).deaths.count == 0 for name in stays)
+    desk.finish()
+    assert all(len(desk.tokens[name, 0]) == 200 > had[name] > 5 for name in stays)
+
+
+def test_only_worker_that_drains_keeps_what_it_runs() -> None:
+    desk = Desk(worker_drain_grace_s=0.0)
+    name = desk.submit(20, max_tokens=30)
+    desk._perform(desk.core.worker_draining("w0", desk.now))
+    desk.finish()
+    assert desk.ends[name, 0].timings.recoveries == 0
 
 
 # Reports that cannot be --------------------------------------------------------------------------
@@ -110,7 +146,7 @@ def test_report_that_the_books_do_not_allow_detaches_the_worker_and_nothing_is_l
     (detached,) = desk.detached
     assert said in detached.reason
     assert desk.sequence(name).status is SequenceStatus.WAITING
-    assert desk.sequence(name).deaths.recent == 0, "nobody died"
+    assert desk.sequence(name).deaths.count == 0, "nobody died"
     desk.attach(desk.workers["w0"])
     desk.finish()
     assert len(desk.tokens[name, 0]) == 12
@@ -154,7 +190,7 @@ def test_worker_that_keeps_a_cancelled_sequence_is_detached() -> None:
 # Poison ------------------------------------------------------------------------------------------
 
 
-def test_request_under_which_two_workers_died_is_quarantined_and_its_neighbours_are_not() -> None:
+def test_request_under_which_two_workers_died_alone_is_quarantined_and_its_neighbours_are_not() -> None:
     machines = [worker(f"w{index}") for index in range(3)]
     desk = Desk(*machines)
     names = [desk.submit(20, max_tokens=40) for _ in range(6)]
@@ -175,9 +211,9 @@ def test_request_under_which_two_workers_died_is_quarantined_and_its_neighbours_
         if (poison, 0) in desk.ends:
             break
     end = desk.ends[poison, 0]
-    assert deaths == 2
     assert end.error is not None
     assert end.error.reason is Reason.POISON
+    assert (deaths, end.error.metadata) == (3, {"deaths": "3", "alone": "2"}), "it had a neighbour at first"
     desk.finish()
     assert all(len(desk.tokens[name, 0]) == 40 for name in names[1:])
 
@@ -212,11 +248,11 @@ def test_broken_stream_is_forgiven_when_the_same_process_comes_back_and_a_restar
         desk.answer()
         machine = desk.workers["w0"]
         desk.lose()
-        assert desk.sequence(name).deaths.recent == 1
+        assert desk.sequence(name).deaths.count == 1
         if restarted:
             machine.restart()
         desk.attach(machine)
-        assert desk.sequence(name).deaths.recent == restarted
+        assert desk.sequence(name).deaths.count == restarted
         desk.finish()
 
 
@@ -258,7 +294,7 @@ def test_hang_is_not_forgiven_when_the_process_comes_back() -> None:
     for hang in (1, 2):
         desk.tick(desk.now + 6.0)
         if hang == 1:
-            assert desk.sequence(name).deaths.recent == 1
+            assert desk.sequence(name).deaths.count == 1
             desk.attach(desk.workers["w0"])
     end = desk.ends[name, 0]
     assert end.error is not None
@@ -275,7 +311,7 @@ def test_death_after_a_sequence_has_proved_itself_does_not_add_up() -> None:
         desk.lose()
         machine.restart()
         desk.attach(machine)
-    assert desk.sequence(name).deaths.recent == 1
+    assert desk.sequence(name).deaths.count == 1
     desk.finish()
     assert len(desk.tokens[name, 0]) == 100
 

@@ -8,7 +8,7 @@ import pytest
 from octavo.protocol.steps import FinishReason, Plan, StepStatus
 
 from tests.unit.worker.driver import Driver, request
-from worker_svc.errors import DeviceLost, StepFailed, StepOutOfMemory
+from worker_svc.errors import DeviceLost, NotFinite, StepFailed, StepOutOfMemory
 from worker_svc.runner.base import StepBatch, StepResult
 
 PROMPT = list(range(1, 11))
@@ -224,3 +224,23 @@ def test_plan_about_handles_that_never_were_is_no_error() -> None:
         Plan(1, prefill=((5, 3),), skip=(6,), release=(7,), resume_after=99), lambda: 0.0
     )
     assert (report.status, report.released) == (StepStatus.OK, ())
+
+
+def test_sequences_that_compute_no_numbers_fail_alone_and_say_so() -> None:
+    driver = Driver()
+    for count in range(1, 31):
+        good, bad = request(PROMPT), request(PROMPT)
+        driver.runner.failures.append(NotFinite("logits are not finite", (2 * count,)))
+        report = driver.step(good, bad, release=[2 * count - 3] if count > 1 else [])
+        assert [(error.handles, error.kind) for error in report.errors] == [((2 * count,), "INVALID_VALUE")]
+        assert [(end.handle, end.reason) for end in report.finished] == [(2 * count, FinishReason.ERROR)]
+
+
+def test_device_that_computes_no_numbers_for_anybody_ends_the_worker() -> None:
+    driver = Driver()
+    for handle in range(1, 16):
+        driver.runner.failures.append(NotFinite("logits are not finite", (handle,)))
+        assert driver.step(request(PROMPT)).errors
+    driver.runner.failures.append(NotFinite("logits are not finite", (16,)))
+    with pytest.raises(DeviceLost, match="16 sequences in a row"):
+        driver.step(request(PROMPT))

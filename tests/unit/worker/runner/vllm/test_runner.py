@@ -14,7 +14,14 @@ from transformers import LlamaConfig, MambaConfig, PreTrainedConfig
 from tests.unit.worker.runner.torch.driver import GREEDY, Driver
 from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
 from worker_svc.config import WorkerSettings
-from worker_svc.errors import DeviceLost, InvalidSettings, ModelLoadError, StepFailed, StepOutOfMemory
+from worker_svc.errors import (
+    DeviceLost,
+    InvalidSettings,
+    ModelLoadError,
+    NotFinite,
+    StepFailed,
+    StepOutOfMemory,
+)
 from worker_svc.runner.base import BlockCopy, ModelRunner, StepBatch
 from worker_svc.runner.vllm.runner import VllmRunner
 from worker_svc.start.load import load_runner
@@ -188,6 +195,40 @@ def test_execute_token_outside_the_vocabulary_names_the_culprit(drive: Drive) ->
         drive.step({good.handle: 10, bad.handle: 2})
 
     assert caught.value.handles == (bad.handle,)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_execute_names_the_sequences_whose_logits_are_not_finite(
+    drive: Drive, loaded: VllmRunner, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    sampled = SamplingParams(temperature=1.0, seed=4, top_p=0.9)
+    expected = drive.generate([drive.add(PROMPT, sampling) for sampling in (GREEDY, sampled)], 6)
+    for sequence in list(drive.live.values()):
+        drive.remove(sequence)
+    model_runner = loaded._engine._executor.driver_worker.worker.model_runner
+    compute = model_runner.model.compute_logits
+    bad: list[int] = []
+
+    def broken(*arguments: Any, **more: Any) -> Any:
+        logits = compute(*arguments, **more)
+        for handle in bad:
+            if (tracked := loaded._tracked.get(handle)) is not None:
+                logits[model_runner.input_batch.req_id_to_index[tracked.req_id], 3] = value
+        return logits
+
+    monkeypatch.setattr(model_runner.model, "compute_logits", broken)
+    good = [drive.add(PROMPT, sampling) for sampling in (GREEDY, sampled)]
+    others = [drive.add(PROMPT, sampling) for sampling in (GREEDY, sampled)]
+    begun = drive.generate([*good, *others], 3)
+    bad += [sequence.handle for sequence in others]
+
+    with pytest.raises(NotFinite) as caught:
+        drive.step()
+
+    assert caught.value.handles == tuple(bad)
+    for sequence in others:
+        drive.remove(sequence)
+    assert [one + more for one, more in zip(begun[:2], drive.generate(good, 3), strict=True)] == expected
 
 
 def test_execute_unknown_adapter_names_the_culprit(drive: Drive) -> None:
