@@ -40,7 +40,9 @@ from scheduler_svc.requests.state import RequestState
 _log = structlog.get_logger()
 
 _LOOP_TICK_S: Final = 0.001
-_WARNINGS: Final = frozenset({"worker_lost", "step_error", "level_changed"})
+_WARNINGS: Final = frozenset(
+    {"worker_lost", "step_error", "level_changed", "plan_log_stopped", "plan_log_resumed"}
+)
 
 
 class WorkerConnection(Protocol):

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 import structlog
-from octavo.service import event_loop
+from octavo.service import event_loop, logs
 from octavo.service.address import AddressTaken, check_address
 
 from worker_svc.api.convert import describe
@@ -58,6 +58,7 @@ def run(settings: WorkerSettings) -> int:
         log.error("worker_cannot_start", reason=error.reason, problem=str(error))  # noqa: TRY400 # no bug, no trace
         code = EXIT_CODES[type(error)]
     if not worker.engine_stopped:
+        logs.flush()
         os._exit(code)
     return code
 
