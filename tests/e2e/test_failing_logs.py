@@ -6,13 +6,14 @@ import asyncio
 import fcntl
 import json
 import os
+import random
 import resource
 import signal
 import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,11 @@ REQUESTS = 40
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """Return a port that can be had, and that no outgoing connection is given in the meantime."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @asynccontextmanager
@@ -39,8 +43,9 @@ async def process(
     module: str, stderr: int, *flags: str, limit: Callable[[], None] | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """A process of which the test reads nothing."""
+    command = ["gateway"] if module == "octavo.cli.main" else ["--metrics-port=0"]
     started = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *flags, stderr=stderr, preexec_fn=limit
+        sys.executable, "-m", module, *command, *flags, stderr=stderr, preexec_fn=limit
     )
     try:
         yield started
@@ -141,7 +146,7 @@ async def test_worker_and_gateway_whose_logs_cannot_be_written_serve(kind: str) 
                 "scheduler_svc", end, f"{listen}{port}", f"--workers=127.0.0.1:{worker_port}"
             ) as scheduler,
             process(
-                "octavo.cli.main", end, "gateway", f"{listen}{gateway_port}", f"--endpoint=127.0.0.1:{port}"
+                "octavo.cli.main", end, f"{listen}{gateway_port}", f"--endpoint=127.0.0.1:{port}"
             ) as gateway,
         ):
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
