@@ -36,6 +36,7 @@ EXIT_CODES: Final[dict[type[WorkerError | AddressTaken], int]] = {
 """For a worker that cannot start. One that cannot go on exits with EXIT_FAILED, a drained one with 0."""
 
 _CLOSE_S: Final = 1.0
+_LAST_WORDS_S: Final = 0.2
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 log = structlog.get_logger(__name__)
 
@@ -198,6 +199,7 @@ def _stop_on_signals() -> asyncio.Future[str]:
 
     def on_signal(number: signal.Signals) -> None:
         if stop.done():
+            logs.flush(_LAST_WORDS_S)
             os._exit(128 + number)
         stop.set_result(number.name)
 
