@@ -14,7 +14,7 @@ MACHINES := tests/sim/test_state_machine.py tests/unit/worker/engine/test_engine
 RELEASED := protos/released/0.1.0.binpb
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm clients demo test test-slow test-all explore lint format proto scorecard clean
+.PHONY: help setup vllm clients node demo test test-slow test-all explore lint format proto scorecard clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,13 @@ vllm: .venv/.installed ## add vLLM's CPU build to .venv, for --runner vllm and i
 
 clients: ## make build/clients with public clients of the OpenAI API, to try the gateway with
 	@PYTHON=$(PYTHON) scripts/install_clients.sh
+
+node: build/node/.installed ## make build/node with what the examples in Node need, for their tests
+
+build/node/.installed: examples/node/package.json
+	@mkdir -p build/node && cp examples/node/package.json build/node
+	@npm install --prefix build/node --silent --no-audit --no-fund --ignore-scripts
+	@touch $@
 
 demo: .venv/.installed ## run the whole stack, ask it one question, stop it
 	@$(BIN)/python -m octavo.cli.demo

@@ -40,7 +40,9 @@ from scheduler_svc.requests.state import RequestState
 _log = structlog.get_logger()
 
 _LOOP_TICK_S: Final = 0.001
-_WARNINGS: Final = frozenset({"worker_lost", "step_error", "level_changed"})
+_WARNINGS: Final = frozenset(
+    {"worker_lost", "step_error", "level_changed", "plan_log_stopped", "plan_log_resumed"}
+)
 
 
 class WorkerConnection(Protocol):
@@ -67,7 +69,7 @@ class CoreDriver:
         self._accounts = accounts
         self._metrics = metrics
         self._clock = accounts.clock
-        self._inbox: deque[tuple[Command, RequestState | None]] = deque()
+        self._inbox: deque[Command] = deque()
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._requests: dict[str, RequestState] = {}
@@ -89,7 +91,7 @@ class CoreDriver:
             state.on_submit()
             return self._core.submit(state.request, now)
 
-        self._post(command, state)
+        self._post(command)
 
     def cancel(self, state: RequestState) -> None:
         """The client does not want a request any more, or is gone. One that has ended stays ended."""
@@ -174,18 +176,16 @@ class CoreDriver:
             await self._wake.wait()
             self._wake.clear()
             while inbox:
-                command, state = inbox.popleft()
+                command = inbox.popleft()
                 self._perform(command(self._clock()))
-                if state is not None:
-                    self._stop_complete_choices(state)
             now = self._clock()
             due = self._core.next_wakeup()
             if due is not None and due <= now:
                 self._perform(self._core.tick(now))
             self._arm()
 
-    def _post(self, command: Command, state: RequestState | None = None) -> None:
-        self._inbox.append((command, state))
+    def _post(self, command: Command) -> None:
+        self._inbox.append(command)
         self._wake.set()
 
     def _arm(self) -> None:
@@ -290,11 +290,6 @@ class CoreDriver:
         self._requests.pop(core_id, None)
         if not self._requests:
             self._idle.set()
-
-    def _stop_complete_choices(self, state: RequestState) -> None:
-        """A resumed choice may have been complete before; the core is told once it knows the request."""
-        for choice in state.complete_choices():
-            self._perform(self._core.stop_choice(state.core_id, choice, self._clock()))
 
     def _log(self, event: LogEvent) -> None:
         fields = dict(event.fields)

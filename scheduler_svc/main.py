@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 from octavo.keys import KeyFileError
-from octavo.service import descriptors, event_loop
+from octavo.service import descriptors, event_loop, logs
 from octavo.service.address import AddressTaken
 from prometheus_client import disable_created_metrics
 
@@ -23,6 +23,7 @@ log = structlog.get_logger()
 
 EXIT_SETTINGS: Final = 2
 EXIT_ADDRESS_TAKEN: Final = 4
+_LAST_WORDS_S: Final = 0.2
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 # Metrics are rendered by a thread, which would otherwise keep the event loop waiting for 5 ms at a time.
 _SWITCH_INTERVAL_S: Final = 0.0005
@@ -55,6 +56,7 @@ async def _run(settings: SchedulerSettings) -> int:
     def on_signal(number: signal.Signals) -> None:
         nonlocal signalled
         if signalled:
+            logs.flush(_LAST_WORDS_S)
             os._exit(128 + number)
         signalled = True
         process.stop(number.name, settings.process.drain_grace_s)

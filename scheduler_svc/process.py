@@ -29,7 +29,7 @@ from scheduler_svc.fleet.models import ModelRegistry
 from scheduler_svc.fleet.pins import PinRegistry
 from scheduler_svc.fleet.worker_link import Epochs, LinkContext
 from scheduler_svc.fleet.workers import Fleet
-from scheduler_svc.observe.metrics import SchedulerMetrics, serve_metrics
+from scheduler_svc.observe.metrics import PlanLogCollector, SchedulerMetrics, serve_metrics
 from scheduler_svc.planlog import PlanLogWriter, RecordingCore
 from scheduler_svc.requests.accounts import Accounts
 from scheduler_svc.requests.tenants import Tenants
@@ -56,7 +56,11 @@ class SchedulerProcess:
         self.metrics.price.set(settings.observability.price_per_gpu_hour or 0.0)
         self.accounts = Accounts(self.metrics, time.monotonic)
         self.tenants = Tenants(self.metrics)
-        self.driver = CoreDriver(_make_core(settings), self.accounts, self.metrics)
+        core = _make_core(settings)
+        self.driver = CoreDriver(core, self.accounts, self.metrics)
+        self._plan_log = core.plan_log if isinstance(core, RecordingCore) else None
+        if self._plan_log is not None:
+            self.metrics.registry.register(PlanLogCollector(self._plan_log))
 
         # What may wait in the queue may also come all at once.
         max_pending = max(MAX_PENDING, settings.queue.max_waiting_requests)
@@ -196,6 +200,7 @@ class SchedulerProcess:
             self._pins,
             self.models,
             lambda: key_file.problem if key_file is not None else None,
+            self._plan_log,
         )
         return StatusCollector(self.scheduler_id, sources, self._settings.observability.price_per_gpu_hour)
 

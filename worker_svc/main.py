@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 import structlog
-from octavo.service import descriptors, event_loop
+from octavo.service import descriptors, event_loop, logs
 from octavo.service.address import AddressTaken, check_address
 from octavo.service.loop_lag import LoopLag
 
@@ -38,6 +38,7 @@ EXIT_CODES: Final[dict[type[WorkerError | AddressTaken], int]] = {
 """For a worker that cannot start. One that cannot go on exits with EXIT_FAILED, a drained one with 0."""
 
 _CLOSE_S: Final = 1.0
+_LAST_WORDS_S: Final = 0.2
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 log = structlog.get_logger(__name__)
 
@@ -61,6 +62,7 @@ def run(settings: WorkerSettings) -> int:
         log.error("worker_cannot_start", reason=error.reason, problem=str(error))  # noqa: TRY400 # no bug, no trace
         code = EXIT_CODES[type(error)]
     if not worker.engine_stopped:
+        logs.flush()
         os._exit(code)
     return code
 
@@ -213,6 +215,7 @@ def _stop_on_signals() -> asyncio.Future[str]:
 
     def on_signal(number: signal.Signals) -> None:
         if stop.done():
+            logs.flush(_LAST_WORDS_S)
             os._exit(128 + number)
         stop.set_result(number.name)
 

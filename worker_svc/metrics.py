@@ -14,6 +14,7 @@ from octavo.protocol.steps import (
     StepStatus,
     TierCopies,
 )
+from octavo.service.log_metrics import LogCollector
 from prometheus_client import (
     GC_COLLECTOR,
     PLATFORM_COLLECTOR,
@@ -66,6 +67,7 @@ class WorkerMetrics:
         ProcessCollector(registry=registry)
         registry.register(GC_COLLECTOR)
         registry.register(PLATFORM_COLLECTOR)
+        registry.register(LogCollector())
         self._info = Info("octavo_worker", "What this worker runs", registry=registry)
         self._ready = Gauge("octavo_worker_ready", "1 while the worker takes work", registry=registry)
         self._attached = Gauge("octavo_worker_attached", "1 while a scheduler is attached", registry=registry)

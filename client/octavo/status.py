@@ -11,6 +11,17 @@ from octavo.types import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
+class PlanLogStatus:
+    """Whether the plan log is written."""
+
+    path: str
+    entries_missed: int
+    """Entries that are in no file, since start."""
+    problem: str | None
+    """Why nothing is written at the moment; None while entries are."""
+
+
+@dataclass(frozen=True, slots=True)
 class QueueStatus:
     """Sequences that wait for one model in one class."""
 
@@ -181,6 +192,10 @@ class Status:
     """What leads to `level`, one entry per model; empty when the ladder is off."""
     key_file_problem: str | None = None
     """Why the key file as it is now cannot be used; the last good one is in force."""
+    log_lines_dropped: int = 0
+    """Lines of the scheduler's own log that could not be written, since start."""
+    plan_log: PlanLogStatus | None = None
+    """None without a plan log."""
     pins: tuple[PinStatus, ...] = ()
     """By model and name."""
     models: tuple[ModelInfo, ...] = ()

@@ -1,4 +1,4 @@
-// One request from Node, without generated code: npm install @grpc/grpc-js @grpc/proto-loader
+// One request from Node, without generated code: npm install
 // node generate.js PROTOS ENDPOINT PROMPT   (PROTOS is the folder `protos` of the repository, or of the wheel)
 const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");

@@ -157,7 +157,7 @@ class Admission:
         pending.learn(len(prepared.request.prompt_token_ids) + trimmed_tokens)
         state.on_submit = pending.close
         state.on_end = on_end
-        account.admitted(prepared.request, trimmed_tokens, clamped=prepared.clamped_max_tokens is not None)
+        account.admitted(state.request, trimmed_tokens, clamped=prepared.clamped_max_tokens is not None)
         self._driver.submit(state)
         return state
 
@@ -211,6 +211,7 @@ class InputProcessor:
             prompt_keys=prompt_keys,
             root_key=keys.root,
             resumed={choice: resumed.token_ids for choice, resumed in call.resumed.items()},
+            finished_choices=call.finished_choices,
             resumed_keys=await _resumed_keys(call.resumed, prompt, prompt_keys, keys),
             paced=incoming.stream.paced,
             adapter=target.adapter,

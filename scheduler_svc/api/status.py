@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Final
 
 from octavo.protocol.convert import priority_to_proto
+from octavo.service import logs
 from octavo.v1 import operations_pb2
 
 from scheduler_svc.api.convert import model_to_proto
@@ -17,6 +18,7 @@ from scheduler_svc.fleet.models import ModelRegistry
 from scheduler_svc.fleet.pins import PinRegistry
 from scheduler_svc.fleet.workers import Fleet
 from scheduler_svc.observe.recent import History
+from scheduler_svc.planlog import PlanLogHealth
 from scheduler_svc.requests.accounts import Accounts
 from scheduler_svc.requests.tenants import Tenants, TenantState
 
@@ -34,6 +36,7 @@ class StatusSources:
     pins: PinRegistry
     models: ModelRegistry
     key_file_problem: Callable[[], str | None]
+    plan_log: PlanLogHealth | None
 
 
 class StatusCollector:
@@ -68,6 +71,8 @@ class StatusCollector:
             key_file_problem=sources.key_file_problem(),
             pins=self._pin_status(snapshot),
             models=map(model_to_proto, sources.models),
+            log_lines_dropped=logs.dropped(),
+            plan_log=_plan_log(sources.plan_log),
         )
 
     def _pin_status(self, snapshot: CoreSnapshot) -> Iterable[operations_pb2.PinStatus]:
@@ -122,6 +127,14 @@ class StatusCollector:
         if self._price_per_gpu_hour is not None and output_per_s > 0:
             rates.cost_per_1k_tokens = self._price_per_gpu_hour * devices / 3600 / output_per_s * 1000
         return rates
+
+
+def _plan_log(health: PlanLogHealth | None) -> operations_pb2.PlanLogStatus | None:
+    if health is None:
+        return None
+    return operations_pb2.PlanLogStatus(
+        path=health.path, entries_missed=health.entries_missed, problem=health.problem
+    )
 
 
 def _overload(overload: OverloadSnapshot) -> operations_pb2.OverloadStatus:

@@ -71,6 +71,7 @@ class SchedulerCore:
         self._lifecycle.open(spec, expected, now)
         wait_s, ttft_s = (expected.wait_s, expected.ttft_s) if expected is not None else (None, None)
         out.append(RequestAccepted(spec.request_id, position, wait_s, ttft_s, int(admission.level)))
+        self._lifecycle.end_finished(spec.request_id, now, out)
         self._place_waiting(now, out)
         return out
 

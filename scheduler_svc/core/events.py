@@ -32,6 +32,8 @@ class NewRequest:
     resumed_keys: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
     """Content keys of the full blocks of prompt and resumed tokens, by choice; they follow from the tokens,
     so the core computes those that are not here."""
+    finished_choices: frozenset[int] = frozenset()
+    """Choices that had ended before it came here: they end at once, and are not computed."""
     paced: bool = False
     """From a client that is paced by credits: never refused for queue depth."""
     adapter: str | None = None

@@ -184,7 +184,7 @@ class Forecast:
         """A worker has taken a sequence."""
         predicted = sequence.request.prediction
         again = sequence.history.recoveries or sequence.history.preemptions
-        if predicted is not None and sequence.choice == 0 and not again:
+        if predicted is not None and sequence is sequence.request.leader and not again:
             self._wait_error_s.add(abs(now - sequence.request.arrival - predicted.wait_s))
 
     def first_token(self, sequence: Sequence, now: float) -> None:

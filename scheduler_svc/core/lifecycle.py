@@ -66,6 +66,12 @@ class Lifecycle:
                 pool.queue.push(sequence)
         self._arm(request)
 
+    def end_finished(self, request_id: str, now: float, out: list[Effect]) -> None:
+        """End the choices of a request that had ended before it came here."""
+        request = self.requests[request_id]
+        for choice in sorted(request.spec.finished_choices):
+            self.end_choice(request.sequences[choice], FinishReason.STOP, now, out)
+
     def started(self, sequence: Sequence, now: float) -> None:
         """A worker has taken a sequence: its wait is over."""
         self._models[sequence.request.spec.model].admission.forecast.waited(sequence, now)
@@ -87,14 +93,14 @@ class Lifecycle:
 
     def release_siblings(self, request: Request) -> None:
         """The leader's prompt blocks are published, or never will be: its siblings may be admitted."""
-        if len(request.sequences) == 1:
+        if len(request.sequences) == 1 or request.leader is None:
             return
         pool = self._models[request.spec.model].pool
         size = pool.block_size
         for sibling in request.sequences:
             if sibling.status is SequenceStatus.HELD and size is not None:
                 sibling.transition(SequenceStatus.WAITING)
-                prompt_keys = request.sequences[0].keys[: request.prompt_len // size]
+                prompt_keys = request.leader.keys[: request.prompt_len // size]
                 sibling.keys = list(request.spec.resumed_keys.get(sibling.choice, prompt_keys))
                 sibling.extend_keys(size)
                 shared = min(request.prompt_len, sibling.num_tokens - 1) // size * size
@@ -169,7 +175,7 @@ class Lifecycle:
                 reason=reason,
                 stop_token_id=stop_token_id,
                 cached_tokens=sequence.history.cached_tokens,
-                completion_tokens=sequence.num_output_tokens,
+                completion_tokens=max(0, sequence.num_output_tokens),
                 timings=_timings(sequence, now),
                 error=error,
                 last=request.live == 0,
@@ -177,7 +183,7 @@ class Lifecycle:
         )
         if request.live == 0:
             self._close(request, error, reason.name, now, out)
-        elif sequence.choice == 0:
+        elif sequence is request.leader:
             self.release_siblings(request)
 
     def end_request(

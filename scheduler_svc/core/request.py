@@ -197,9 +197,9 @@ class Sequence:
             raise IllegalTransitionError(
                 f"{self.request_id}/{self.choice}: {self.status.value} -> {to.value}"
             )
-        if self.status is SequenceStatus.HELD:
-            request = self.request
-            self.token_ids = request.sequences[0].token_ids[: request.prompt_len]
+        request = self.request
+        if self.status is SequenceStatus.HELD and request.leader is not None:
+            self.token_ids = request.leader.token_ids[: request.prompt_len]
             self.token_ids += request.spec.resumed.get(self.choice, ())
         self.status = to
 
@@ -226,6 +226,8 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     live: int = 0
     """Choices that have not ended."""
+    leader: Sequence | None = None
+    """The first choice that is computed, and the prompt with it. None when all had ended before."""
     started: bool = False
     """Some choice has been scheduled: the queue timeout is over."""
     got_token: bool = False
@@ -276,7 +278,7 @@ class Request:
     def from_spec(cls, spec: NewRequest, now: float, block_size: int | None) -> Request:
         """Make the request and its sequences; siblings that can share the prompt's blocks are held.
 
-        Without a block size or a root key nothing has a key.
+        Without a block size or a root key nothing has a key. What had ended before is held until it is ended.
         """
         request = cls(spec, now, queue_deadline=spec.queue_deadline)
         if not spec.root_key:
@@ -284,7 +286,7 @@ class Request:
         choices = spec.sampling.n or 1
         shares = block_size is not None and request.prompt_len >= block_size
         for choice in range(choices):
-            if choice > 0 and shares:
+            if choice in spec.finished_choices or (request.leader is not None and shares):
                 # Many long copies of the prompt would lie there for nothing.
                 held = Sequence(request, spec.request_id, choice, [], [], SequenceStatus.HELD)
                 request.sequences.append(held)
@@ -295,5 +297,6 @@ class Request:
             if block_size is not None:
                 sequence.extend_keys(block_size)
             request.sequences.append(sequence)
+            request.leader = request.leader or sequence
         request.live = choices
         return request

@@ -9,6 +9,7 @@ from typing import Final
 
 from octavo.protocol.steps import Priority
 from octavo.service.address import check_address
+from octavo.service.log_metrics import LogCollector
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
@@ -16,6 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from scheduler_svc.core.snapshot import CoreSnapshot, OverloadSnapshot, WorkerSnapshot
+from scheduler_svc.planlog.recording import PlanLogHealth
 
 _SCRAPE_TIMEOUT_S: Final = 5.0
 _WAIT_BUCKETS: Final = (
@@ -103,6 +105,7 @@ class SchedulerMetrics:
             "octavo_inter_token_seconds", "Time between output tokens of a choice.", _TOKEN_BUCKETS
         )
         registry.register(self.inter_token)
+        registry.register(LogCollector())
         self.prompt_tokens = Counter(
             "octavo_prompt_tokens", "Prompt tokens of accepted requests.", registry=registry
         )
@@ -258,6 +261,22 @@ def serve_metrics(
         server.server_close()
 
     return server.server_port, close
+
+
+class PlanLogCollector(Collector):
+    """Whether the plan log is written, and what it has missed."""
+
+    def __init__(self, health: PlanLogHealth) -> None:
+        self._health = health
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the figures of the moment."""
+        health = self._health
+        writing = 0 if health.problem is not None else 1
+        yield _gauge("octavo_plan_log_writing", "1 while the plan log is written.", [], [([], writing)])
+        yield CounterMetricFamily(
+            "octavo_plan_log_entries_missed", "Entries that are in no file.", health.entries_missed
+        )
 
 
 class _CoreCollector(Collector):

@@ -3,7 +3,7 @@
 from scheduler_svc.planlog.errors import PlanLogError
 from scheduler_svc.planlog.explain import Line, RequestStory, Waits
 from scheduler_svc.planlog.reader import PlanLogReader
-from scheduler_svc.planlog.recording import RecordingCore
+from scheduler_svc.planlog.recording import PlanLogHealth, RecordingCore
 from scheduler_svc.planlog.replay import Mismatch, Observer, ReplayResult, replay
 from scheduler_svc.planlog.requests import replayed_requests
 from scheduler_svc.planlog.writer import PlanLogWriter
@@ -13,6 +13,7 @@ __all__ = [
     "Mismatch",
     "Observer",
     "PlanLogError",
+    "PlanLogHealth",
     "PlanLogReader",
     "PlanLogWriter",
     "RecordingCore",

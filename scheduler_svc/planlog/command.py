@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -66,6 +67,8 @@ def _as_record(result: ReplayResult, story: RequestStory | None, waits: Waits) -
         "torn_bytes": result.torn_bytes,
         "damaged_bytes": result.damaged_bytes,
         "raised": result.raised,
+        "gap": _gap(result),
+        "octavo_version": result.octavo_version,
         "longest_waits": dict(waits.longest()) if story is None else {},
         "story": story.lines if story is not None else [],
     }
@@ -74,6 +77,9 @@ def _as_record(result: ReplayResult, story: RequestStory | None, waits: Waits) -
 def _summary(result: ReplayResult, waits: Waits) -> str:
     events = ", ".join(f"{count} {kind}" for kind, count in result.events.most_common())
     lines = [f"events    {events or 'none'}", f"span      {output.duration(result.seconds)}"]
+    if (gap := _gap(result)) is not None:
+        missing = f"{gap['entries']} entries of the {output.duration(gap['seconds'])} before: {gap['error']}"
+        lines.append(f"missing   {missing}")
     if result.torn_bytes:
         lines.append(f"torn      {result.torn_bytes} bytes after the last whole entry, left out")
     if result.raised is not None:
@@ -84,6 +90,18 @@ def _summary(result: ReplayResult, waits: Waits) -> str:
         lines += ["", output.table(("LONGEST WAITS", "QUEUED"), rows, right=(1,))]
     lines += ["", _verdict(result)]
     return "\n".join(lines)
+
+
+def _gap(result: ReplayResult) -> dict[str, Any] | None:
+    if result.gap is None:
+        return None
+    until = result.first_now if result.first_now is not None else result.gap.since
+    return {
+        "since": result.gap.since,
+        "seconds": until - result.gap.since,
+        "entries": result.gap.entries,
+        "error": result.gap.error,
+    }
 
 
 def _verdict(result: ReplayResult) -> str:
@@ -99,6 +117,8 @@ def _comparison(result: ReplayResult) -> str:
     text = f"{len(result.mismatches)} of {result.plans} plans differ"
     if result.effect_mismatches:
         text += f", and other effects of {result.effect_mismatches} events"
+    if (ours := metadata.version("octavo")) != result.octavo_version:
+        text += f"; octavo {result.octavo_version} wrote the file, and this is {ours}"
     shown = result.mismatches[:_SHOWN_MISMATCHES]
     return "\n".join([output.paint(text, "red"), *map(_mismatch, shown)])
 

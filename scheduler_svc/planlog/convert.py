@@ -64,6 +64,7 @@ def request_to_proto(request: NewRequest) -> planlog_pb2.SubmitEvent:
         paced=request.paced,
         adapter=request.adapter,
         may_shed=request.may_shed,
+        finished_choices=sorted(request.finished_choices),
     )
 
 
@@ -85,6 +86,7 @@ def request_from_proto(message: planlog_pb2.SubmitEvent) -> NewRequest:
         paced=message.paced,
         adapter=message.adapter if message.HasField("adapter") else None,
         may_shed=message.may_shed,
+        finished_choices=frozenset(message.finished_choices),
     )
 
 

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from octavo.v1 import planlog_pb2
 
 from scheduler_svc.planlog.errors import PlanLogError
-from scheduler_svc.planlog.writer import FORMAT_VERSION, FRAME, MAGIC
+from scheduler_svc.planlog.writer import FIRST_FORMAT_VERSION, FORMAT_VERSION, FRAME, MAGIC, MAX_RECORD_BYTES
 
 _GZIP = b"\x1f\x8b"
 # How far to look for a record after one that is no good, and for how large a one.
@@ -42,8 +42,8 @@ class PlanLogReader:
             except DecodeError as error:
                 raise PlanLogError(f"{path}: damaged header: {error}") from error
         written = self.header.format_version
-        if written != FORMAT_VERSION:
-            problem = f"has format {written}, this version reads {FORMAT_VERSION}"
+        if not FIRST_FORMAT_VERSION <= written <= FORMAT_VERSION:
+            problem = f"has format {written}, this version reads {FIRST_FORMAT_VERSION} to {FORMAT_VERSION}"
             if not written:
                 problem = "is damaged in its header" if self.damaged_bytes else "ends in its header"
             raise PlanLogError(f"{path} {problem}")
@@ -76,15 +76,19 @@ class PlanLogReader:
                 record = b""
                 if len(frame) == FRAME.size:
                     length, crc = FRAME.unpack(frame)
-                    record = file.read(length)
+                    record = file.read(min(length, MAX_RECORD_BYTES))
                     if 0 < length == len(record) and zlib.crc32(record) == crc:
                         yield record
                         continue
-                rest = file.read()
-                size = len(frame) + len(record) + len(rest)
+                size = len(frame) + len(record)
                 # A file may end in zeros that were to become an entry when the machine lost its power.
-                unwritten = not any(part.strip(b"\0") for part in (frame, record, rest))
-                if not unwritten and (rest or _holds_record(record)):
+                unwritten = not (frame.strip(b"\0") or record.strip(b"\0"))
+                rest_bytes = 0
+                while rest := file.read(_SCANNED_BYTES):
+                    rest_bytes += len(rest)
+                    unwritten = unwritten and not rest.strip(b"\0")
+                size += rest_bytes
+                if not unwritten and (rest_bytes or _holds_record(record)):
                     self.damaged_bytes = size
                 else:
                     self.torn_bytes = size

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from octavo.protocol.convert import report_to_proto
 from octavo.protocol.steps import Report
@@ -29,12 +31,27 @@ from scheduler_svc.planlog.convert import (
 from scheduler_svc.planlog.errors import PlanLogError
 from scheduler_svc.planlog.writer import PlanLogWriter
 
+_FIRST_RETRY_S: Final = 1.0
+_MAX_RETRY_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class PlanLogHealth:
+    """Whether a plan log is being written."""
+
+    path: str
+    entries_missed: int = 0
+    """Entries that are in no file, since start."""
+    problem: str | None = None
+    """Why nothing is written at the moment."""
+
 
 class RecordingCore(SchedulerCore):
     """A `SchedulerCore` of which each call is logged with its outcome.
 
-    A log that cannot be written any more ends; the core goes on, and a `plan_log_stopped` event says
-    so once.
+    While the log cannot be written the core goes on without it. After a while, and again after twice
+    that, a new file is tried, which begins with the state of the core and says what is missing before. A
+    `plan_log_stopped` and a `plan_log_resumed` event tell of it.
 
     Raises:
         PlanLogError: the first file cannot be written.
@@ -42,11 +59,14 @@ class RecordingCore(SchedulerCore):
 
     def __init__(self, config: CoreConfig, writer: PlanLogWriter) -> None:
         super().__init__(config)
+        self.plan_log = PlanLogHealth(str(writer.path))
+        self._writer: PlanLogWriter | None = writer
+        self._gap: planlog_pb2.PlanLogGap | None = None
+        self._retry_at = self._retry_s = 0.0
         try:
             writer.start_file(config_to_json(config))
         except OSError as error:
             raise PlanLogError(f"{writer.path}: {error.strerror}") from error
-        self._writer: PlanLogWriter | None = writer
 
     def submit(self, spec: NewRequest, now: float) -> list[Effect]:
         """Take a request in, or refuse it."""
@@ -106,7 +126,7 @@ class RecordingCore(SchedulerCore):
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state of the core alone: the checkpoint at the head of a file."""
-        return {name: value for name, value in vars(self).items() if name != "_writer"}
+        return {name: value for name, value in vars(self).items() if name not in _OF_THE_LOG}
 
     def close(self) -> None:
         """End the log; the core goes on without it."""
@@ -116,32 +136,59 @@ class RecordingCore(SchedulerCore):
 
     def _record(self, entry: PlanLogEntry, call: Callable[[], list[Effect]]) -> list[Effect]:
         """Make a call, and log it with what came of it: also when that is an exception."""
-        stopped = self._attempt(self._rotate)
+        if self._writer is None:
+            return call()
+        events = self._begin_file(self._writer, entry.now)
         try:
             effects = call()
         except Exception as error:
             entry.raised = repr(error)
-            self._attempt(lambda writer: writer.append(entry))
+            self._append(self._writer, entry)
             raise
         entry.plans.extend(sent_plans(effects))
         crc = effects_crc(effects)
         if crc is not None:
             entry.effects_crc = crc
-        stopped = self._attempt(lambda writer: writer.append(entry)) or stopped
-        return [*effects, stopped] if stopped is not None else effects
+        events += self._append(self._writer, entry)
+        return [*effects, *events] if events else effects
 
-    def _rotate(self, writer: PlanLogWriter) -> None:
-        if writer.is_full:
-            writer.start_file(config_to_json(self.config), checkpoint.dump(self))
-
-    def _attempt(self, write: Callable[[PlanLogWriter], None]) -> LogEvent | None:
-        """Write; when that fails the log has ended, and the event to tell of it is returned."""
-        if self._writer is None:
-            return None
+    def _begin_file(self, writer: PlanLogWriter, now: float) -> list[LogEvent]:
+        """Go on in a new file when the one before is full, or when it is time to try again."""
+        gap = self._gap
+        if not writer.is_full if gap is None else now < self._retry_at:
+            return []
         try:
-            write(self._writer)
-        except OSError as error:
-            path = str(self._writer.path)
-            self.close()
-            return LogEvent("plan_log_stopped", {"path": path, "error": str(error)})
-        return None
+            writer.start_file(config_to_json(self.config), checkpoint.dump(self), gap)
+        except (OSError, checkpoint.CheckpointError) as error:
+            return self._stopped(writer, now, error)
+        self._gap, self._retry_s, self.plan_log.problem = None, 0.0, None
+        if gap is None:
+            return []
+        missing = {"entries_missed": gap.entries, "missing_s": now - gap.since}
+        return [LogEvent("plan_log_resumed", {"path": self.plan_log.path, **missing})]
+
+    def _append(self, writer: PlanLogWriter, entry: PlanLogEntry) -> list[LogEvent]:
+        events: list[LogEvent] = []
+        if self._gap is None:
+            try:
+                writer.append(entry)
+            except OSError as error:
+                events = self._stopped(writer, entry.now, error)
+        if self._gap is not None:
+            self._gap.entries += 1
+            self.plan_log.entries_missed += 1
+        return events
+
+    def _stopped(self, writer: PlanLogWriter, now: float, error: Exception) -> list[LogEvent]:
+        """Note that nothing can be written; told once until it can be again."""
+        writer.close()
+        self._retry_s = min(_MAX_RETRY_S, 2 * self._retry_s or _FIRST_RETRY_S)
+        self._retry_at = now + self._retry_s
+        if self._gap is not None:
+            return []
+        self.plan_log.problem = str(error)
+        self._gap = planlog_pb2.PlanLogGap(since=now, error=str(error))
+        return [LogEvent("plan_log_stopped", {"path": self.plan_log.path, "error": str(error)})]
+
+
+_OF_THE_LOG: Final = {"plan_log", "_writer", "_gap", "_retry_at", "_retry_s"}

@@ -54,6 +54,10 @@ class ReplayResult:
     torn_bytes: int = 0
     damaged_bytes: int = 0
     """Bytes that were left out from where the file is damaged, not just cut off."""
+    gap: planlog_pb2.PlanLogGap | None = None
+    """What is missing before the first entry, because it could not be written then."""
+    octavo_version: str = ""
+    """Of the octavo that wrote it."""
     raised: str | None = None
     """The exception that ended the log, when the core raised one; the replay raised it too."""
 
@@ -91,12 +95,49 @@ def open_core(reader: PlanLogReader, explain: Explain | None = None) -> Schedule
     """
     header = reader.header
     try:
-        if not header.checkpoint:
-            return SchedulerCore(config_from_json(header.core_config_json), explain)
-        core = checkpoint.load(header.checkpoint)
+        if header.HasField("state"):
+            core = checkpoint.load(header.state)
+        elif header.checkpoint:
+            core = _core_after(_file_before(reader))
+        else:
+            core = SchedulerCore(config_from_json(header.core_config_json))
     except ValueError as error:
         raise PlanLogError(f"{reader.path}: {error} (written by octavo {header.octavo_version})") from error
     core.explain_to(explain)
+    return core
+
+
+def _file_before(reader: PlanLogReader) -> PlanLogReader:
+    """Return the file that a file of format 2 goes on from: its own state is a pickle, which is never read.
+
+    Raises:
+        PlanLogError: it is not there.
+    """
+    path = reader.path
+    stem, number = (path.stem, int(path.suffix[1:])) if path.suffix[1:].isdecimal() else (path.name, 0)
+    before = path.with_name(f"{stem}.{number + 1}")
+    version = reader.header.octavo_version
+    try:
+        found = PlanLogReader(before)
+    except (OSError, PlanLogError) as error:
+        found, problem = None, str(error)
+    else:
+        problem = f"{before} is not the file before it"
+    if found is None or found.header.sequence + 1 != reader.header.sequence:
+        raise PlanLogError(
+            f"{path} begins with a state that only octavo {version} reads; it can be replayed after the files"
+            f" before it, down to the first one, and {problem}"
+        )
+    return found
+
+
+def _core_after(reader: PlanLogReader) -> SchedulerCore:
+    """Return the core as it was after the last entry of a file."""
+    core = open_core(reader)
+    for index, entry in enumerate(reader):
+        _apply_as_logged(core, index, entry, ReplayResult())
+    if reader.torn_bytes or reader.damaged_bytes:
+        raise PlanLogError(f"{reader.path} is not whole, and the file after it goes on from its end")
     return core
 
 
@@ -131,7 +172,9 @@ def replay(path: Path, observer: Observer | None = None) -> ReplayResult:
     """
     reader = PlanLogReader(path)
     core = open_core(reader, observer.passed_over() if observer is not None else None)
-    result = ReplayResult()
+    header = reader.header
+    gap = header.gap if header.HasField("gap") else None
+    result = ReplayResult(gap=gap, octavo_version=header.octavo_version)
     for index, entry in enumerate(reader):
         if result.first_now is None:
             result.first_now = entry.now

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import struct
 import time
 import zlib
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -15,9 +17,13 @@ from typing import Final
 from octavo.v1 import planlog_pb2
 
 MAGIC: Final = b"OCTAVOPLANLOG\n"
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
+FIRST_FORMAT_VERSION: Final = 2
+"""The oldest that can be read; its checkpoints cannot."""
 FRAME: Final = struct.Struct("<II")
 """Length of the record, CRC-32 of the record."""
+MAX_RECORD_BYTES: Final = 1 << 28
+"""Of what is read into memory at once; a state that needs more is not written."""
 DEFAULT_MAX_BYTES: Final = 256 * 2**20
 DEFAULT_FILES: Final = 4
 
@@ -51,28 +57,51 @@ class PlanLogWriter:
         """The next entry belongs into a new file."""
         return self._size >= self._max_bytes
 
-    def start_file(self, core_config_json: str, checkpoint: bytes = b"") -> None:
-        """Begin a new file in which the core starts from a checkpoint, or from nothing.
+    def start_file(
+        self,
+        core_config_json: str,
+        state: planlog_pb2.Checkpoint | None = None,
+        gap: planlog_pb2.PlanLogGap | None = None,
+    ) -> None:
+        """Begin a new file in which the core starts from a state, or from nothing.
+
+        Args:
+            core_config_json: the settings of the core.
+            state: of the core now.
+            gap: what has been missed before.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: the file cannot be written; those that are there stay as they are.
         """
         self.close()
-        self._shift()
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self._file = io.FileIO(descriptor, "wb")
-        self._size = 0
-        self._put(MAGIC)
         header = planlog_pb2.PlanLogHeader(
             format_version=FORMAT_VERSION,
             octavo_version=_version(),
             core_config_json=core_config_json,
             started_unix_ms=time.time_ns() // 1_000_000,
             sequence=self._sequence,
-            checkpoint=checkpoint,
+            state=state,
+            gap=gap,
         )
+        record = header.SerializeToString()
+        if len(record) > MAX_RECORD_BYTES:
+            raise OSError(errno.EFBIG, f"the state of the core has {len(record)} bytes")
+        # It takes its place only when its beginning stands: to try again and again harms no other file.
+        beginning = self.path.with_name(f"{self.path.name}.new")
+        beginning.unlink(missing_ok=True)
+        descriptor = os.open(beginning, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = io.FileIO(descriptor, "wb")
+        try:
+            self._put(MAGIC)
+            self._write(record)
+            self._shift()
+            beginning.rename(self.path)
+        except OSError:
+            self.close()
+            with suppress(OSError):
+                beginning.unlink(missing_ok=True)
+            raise
         self._sequence += 1
-        self._write(header.SerializeToString())
         # A checkpoint alone must not fill a file, or each entry would begin a new one.
         self._size = 0
 
@@ -80,7 +109,7 @@ class PlanLogWriter:
         """Write one entry.
 
         Raises:
-            OSError: the disk is full or gone. The log ends here.
+            OSError: the disk is full or gone. The file ends here.
         """
         self._write(entry.SerializeToString())
 

@@ -164,7 +164,7 @@ class RequestAccount:
             metrics.preemptions.inc(timings.preemptions)
         if timings.recoveries:
             metrics.recoveries.inc(timings.recoveries)
-        if self._finish is None or finish.choice == 0:
+        if self._finish is None or finish.choice < self._finish.choice:
             self._finish = finish
 
     def end(self, outcome: str) -> None:

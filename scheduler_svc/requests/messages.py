@@ -63,7 +63,7 @@ class ServiceTerms:
 
 @dataclass(frozen=True, slots=True)
 class ResumedChoice:
-    """What one choice had generated, and how much of its text was shown."""
+    """What one choice that goes on had generated, and how much of its text was shown."""
 
     token_ids: tuple[int, ...]
     shown_bytes: int
@@ -90,6 +90,8 @@ class GenerateCall:
     sampling: SamplingParams
     terms: ServiceTerms = ServiceTerms()
     resumed: Mapping[int, ResumedChoice] = field(default_factory=dict)
+    finished_choices: frozenset[int] = frozenset()
+    """Choices that had ended before."""
     accepted_as: AcceptedAs | None = None
     """Set only for a request that may be trimmed."""
     return_token_ids: bool = False
@@ -117,6 +119,7 @@ def generate_from_proto(message: pb.GenerateRequest) -> GenerateCall:
         sampling=sampling,
         terms=_terms(message.terms, violations),
         resumed=_resumed(message.resume, sampling.n or 1, violations),
+        finished_choices=frozenset(one.choice for one in message.resume if one.finished),
         accepted_as=_accepted_as(message, violations),
         return_token_ids=message.return_token_ids,
         skip_text=message.skip_text,
@@ -196,6 +199,8 @@ def _resumed(
             )
         elif message.choice in resumed:
             violations.append((f"resume[{index}].choice", f"choice {message.choice} is named twice"))
+        elif message.finished:
+            continue
         elif message.token_ids:
             resumed[message.choice] = ResumedChoice(tuple(message.token_ids[:]), message.shown_bytes)
         elif message.shown_bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from octavo.protocol.steps import FinishReason, TokenLogprobs
@@ -62,10 +62,8 @@ class ChoiceState:
     num_tokens: int = 0
     """Output tokens that count: none past a stop string."""
     over: FinishReason | None = None
-    """It is over for a reason that the core does not know: a stop string, or a resumed choice that
-    had been complete. What the core still says of it is not shown."""
-    ended: bool = False
-    """The client has been told the end."""
+    """It is over for a reason that the core does not know: a stop string, or it had ended before the
+    request came here. What the core still says of it is not shown."""
     last_token_at: float | None = None
     delta: pb.Delta | None = None
     """The event that waits in the outbox, while `batch` is the outbox's."""
@@ -158,6 +156,8 @@ class RequestState:
             )
             for index in range(sampling.n or 1)
         ]
+        for index in call.finished_choices:
+            self.choices[index].over = FinishReason.STOP
         self._stop_token_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             self._stop_token_ids |= prepared.eos_token_ids
@@ -172,6 +172,16 @@ class RequestState:
         for index, resumed in self._resumed.items():
             self._unsent[index] = self._resume(index, resumed)
             await asyncio.sleep(0)
+        over = {choice.index for choice in self.choices if choice.over is not None}
+        if over:
+            # Nothing of them is left to compute, and nothing to account for.
+            request = self.request
+            self.request = replace(
+                request,
+                finished_choices=frozenset(over),
+                resumed={index: had for index, had in request.resumed.items() if index not in over},
+                resumed_keys={index: had for index, had in request.resumed_keys.items() if index not in over},
+            )
 
     def _resume(self, index: int, resumed: ResumedChoice) -> str:
         """Bring a choice to where its client saw it last; return the text that it has not seen."""
@@ -196,10 +206,6 @@ class RequestState:
             return data[resumed.shown_bytes :].decode()
         except UnicodeDecodeError:
             raise ServiceError.invalid((field, "ends inside a character")) from None
-
-    def complete_choices(self) -> list[int]:
-        """Return the choices that are complete although the core has not ended them."""
-        return [choice.index for choice in self.choices if choice.over is not None and not choice.ended]
 
     # What the core says --------------------------------------------------------------------------
 
@@ -250,7 +256,6 @@ class RequestState:
         text = choice.flush()
         if text:
             self._show(choice, text, (), None)
-        choice.ended = True
         message = self._outbox.finished(self.request_id)
         usage = common_pb2.Usage(
             prompt_tokens=self._prompt_tokens,
@@ -268,7 +273,8 @@ class RequestState:
         elif message.HasField("error") and self._error is None:
             self._error = message.error
         self._outbox.grow(_EVENT_BYTES + message.ByteSize())
-        self.account.choice_ended(finish, choice.num_tokens)
+        if finish.choice not in self.request.finished_choices:
+            self.account.choice_ended(finish, choice.num_tokens)
         if finish.last:
             outcome = self._error.reason if self._error is not None else FinishReason(message.reason).name
             self._end(outcome, self._error, told=True)

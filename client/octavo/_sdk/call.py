@@ -161,13 +161,16 @@ class Call:
             if self.accepted.clamped_max_tokens is not None:
                 rest.accepted_as.clamped_max_tokens = self.accepted.clamped_max_tokens
         for index, output in enumerate(self._outputs):
-            if output.token_ids:
+            if output.finished is not None:
+                rest.resume.add(choice=index, finished=True)
+            elif output.token_ids:
                 rest.resume.add(
                     choice=index,
                     token_ids=output.token_ids,
                     shown_bytes=len("".join(output.text).encode()),
                 )
-                rest.terms.ClearField("ttft_deadline_ms")
+        if self._has_tokens():
+            rest.terms.ClearField("ttft_deadline_ms")
         return rest
 
     def apply(self, event: pb.RequestEvent, stream: object) -> None:

@@ -20,6 +20,7 @@ from octavo.status import (
     HistoryPoint,
     OverloadStatus,
     PinStatus,
+    PlanLogStatus,
     PoolStatus,
     QueueStatus,
     Rates,
@@ -370,9 +371,15 @@ def status(message: operations_pb2.Status) -> Status:
         tenants=tuple(_tenant(one) for one in message.tenants),
         overload=tuple(_overload(one) for one in message.overload),
         key_file_problem=given(message, "key_file_problem"),
+        log_lines_dropped=message.log_lines_dropped,
+        plan_log=_plan_log(message.plan_log) if message.HasField("plan_log") else None,
         pins=tuple(PinStatus(one.name, one.model, one.blocks, tuple(one.workers)) for one in message.pins),
         models=tuple(model_info(one) for one in message.models),
     )
+
+
+def _plan_log(message: operations_pb2.PlanLogStatus) -> PlanLogStatus:
+    return PlanLogStatus(message.path, message.entries_missed, given(message, "problem"))
 
 
 def _queue_priority(value: int) -> Priority | None:

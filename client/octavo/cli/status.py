@@ -97,6 +97,12 @@ def show(status: Status, points: Sequence[HistoryPoint] | None = None) -> str:
     if status.key_file_problem is not None:
         problem = f"key file  cannot be used, the last good one is in force: {status.key_file_problem}"
         lines.append(output.paint(problem, "red"))
+    if status.log_lines_dropped:
+        lines.append(output.paint(f"log       {status.log_lines_dropped} lines could not be written", "red"))
+    if status.plan_log is not None and status.plan_log.entries_missed:
+        now = f", and none is: {status.plan_log.problem}" if status.plan_log.problem else ""
+        missed = f"plan log  {status.plan_log.entries_missed} entries could not be written{now}"
+        lines.append(output.paint(missed, "red"))
     lines += ["", _workers(status), *_limits(status), *_models(status)]
     if status.tenants and [tenant.tenant for tenant in status.tenants] != ["anonymous"]:
         lines += ["", _tenants(status)]

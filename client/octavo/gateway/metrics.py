@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 
+from octavo.service.log_metrics import LogCollector
 from octavo.types import Delta, GenerateResult, Usage
 
 _SECONDS: Final = (
@@ -53,6 +54,7 @@ class Metrics:
         )
         ProcessCollector(namespace="octavo_gateway", registry=registry)
         GCCollector(registry=registry)
+        registry.register(LogCollector())
 
     def render(self) -> bytes:
         """Return the exposition."""

@@ -156,9 +156,14 @@ class ResumedChoice(google.protobuf.message.Message):
     CHOICE_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     SHOWN_BYTES_FIELD_NUMBER: builtins.int
+    FINISHED_FIELD_NUMBER: builtins.int
     choice: builtins.int
     shown_bytes: builtins.int
     """Bytes of text already shown, so that none is shown twice."""
+    finished: builtins.bool
+    """It had ended, so nothing of it is computed or shown again; the other fields need not be set. Its
+    Finished comes at once, without its figures.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
@@ -167,8 +172,9 @@ class ResumedChoice(google.protobuf.message.Message):
         choice: builtins.int = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         shown_bytes: builtins.int = ...,
+        finished: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "shown_bytes", b"shown_bytes", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "finished", b"finished", "shown_bytes", b"shown_bytes", "token_ids", b"token_ids"]) -> None: ...
 
 global___ResumedChoice = ResumedChoice
 

@@ -183,6 +183,8 @@ class Status(google.protobuf.message.Message):
     OVERLOAD_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
     MODELS_FIELD_NUMBER: builtins.int
+    LOG_LINES_DROPPED_FIELD_NUMBER: builtins.int
+    PLAN_LOG_FIELD_NUMBER: builtins.int
     scheduler_id: builtins.str
     version: builtins.str
     uptime_s: builtins.float
@@ -193,6 +195,8 @@ class Status(google.protobuf.message.Message):
     live_requests: builtins.int
     key_file_problem: builtins.str
     """Why the key file as it is now cannot be used. The last good one is in force meanwhile."""
+    log_lines_dropped: builtins.int
+    """Lines of the scheduler's own log that could not be written, since start."""
     @property
     def queues(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QueueStatus]: ...
     @property
@@ -223,6 +227,10 @@ class Status(google.protobuf.message.Message):
 
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[octavo.v1.generation_pb2.Model]: ...
+    @property
+    def plan_log(self) -> global___PlanLogStatus:
+        """Absent without a plan log."""
+
     def __init__(
         self,
         *,
@@ -243,12 +251,42 @@ class Status(google.protobuf.message.Message):
         overload: collections.abc.Iterable[global___OverloadStatus] | None = ...,
         pins: collections.abc.Iterable[global___PinStatus] | None = ...,
         models: collections.abc.Iterable[octavo.v1.generation_pb2.Model] | None = ...,
+        log_lines_dropped: builtins.int = ...,
+        plan_log: global___PlanLogStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "key_file_problem", b"key_file_problem", "rates", b"rates"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "models", b"models", "outcomes", b"outcomes", "overload", b"overload", "pins", b"pins", "queues", b"queues", "rates", b"rates", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "_plan_log", b"_plan_log", "key_file_problem", b"key_file_problem", "plan_log", b"plan_log", "rates", b"rates"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "_plan_log", b"_plan_log", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "log_lines_dropped", b"log_lines_dropped", "models", b"models", "outcomes", b"outcomes", "overload", b"overload", "pins", b"pins", "plan_log", b"plan_log", "queues", b"queues", "rates", b"rates", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_key_file_problem", b"_key_file_problem"]) -> typing.Literal["key_file_problem"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_plan_log", b"_plan_log"]) -> typing.Literal["plan_log"] | None: ...
 
 global___Status = Status
+
+@typing.final
+class PlanLogStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    ENTRIES_MISSED_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    entries_missed: builtins.int
+    """Entries that are in no file, since start; see PlanLogHeader.gap."""
+    problem: builtins.str
+    """Why nothing is written at the moment; it begins again by itself. Absent while entries are written."""
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        entries_missed: builtins.int = ...,
+        problem: builtins.str | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_problem", b"_problem", "problem", b"problem"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_problem", b"_problem", "entries_missed", b"entries_missed", "path", b"path", "problem", b"problem"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_problem", b"_problem"]) -> typing.Literal["problem"] | None: ...
+
+global___PlanLogStatus = PlanLogStatus
 
 @typing.final
 class PinStatus(google.protobuf.message.Message):

@@ -7,12 +7,95 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import octavo.v1.common_pb2
 import octavo.v1.worker_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _CheckpointTag:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CheckpointTagEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CheckpointTag.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CHECKPOINT_TAG_UNSPECIFIED: _CheckpointTag.ValueType  # 0
+    """0 is None, 1 is False, 2 is True."""
+    CHECKPOINT_TAG_INTEGER: _CheckpointTag.ValueType  # 1
+    """The others are the integer itself."""
+    CHECKPOINT_TAG_OTHER_INTEGER: _CheckpointTag.ValueType  # 2
+    """An integer that is negative or too large for that, as decimal text in `strings`."""
+    CHECKPOINT_TAG_FLOAT: _CheckpointTag.ValueType  # 3
+    CHECKPOINT_TAG_STRING: _CheckpointTag.ValueType  # 4
+    CHECKPOINT_TAG_BYTES: _CheckpointTag.ValueType  # 5
+    CHECKPOINT_TAG_OBJECT: _CheckpointTag.ValueType  # 6
+
+class CheckpointTag(_CheckpointTag, metaclass=_CheckpointTagEnumTypeWrapper): ...
+
+CHECKPOINT_TAG_UNSPECIFIED: CheckpointTag.ValueType  # 0
+"""0 is None, 1 is False, 2 is True."""
+CHECKPOINT_TAG_INTEGER: CheckpointTag.ValueType  # 1
+"""The others are the integer itself."""
+CHECKPOINT_TAG_OTHER_INTEGER: CheckpointTag.ValueType  # 2
+"""An integer that is negative or too large for that, as decimal text in `strings`."""
+CHECKPOINT_TAG_FLOAT: CheckpointTag.ValueType  # 3
+CHECKPOINT_TAG_STRING: CheckpointTag.ValueType  # 4
+CHECKPOINT_TAG_BYTES: CheckpointTag.ValueType  # 5
+CHECKPOINT_TAG_OBJECT: CheckpointTag.ValueType  # 6
+global___CheckpointTag = CheckpointTag
+
+class _CheckpointKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CheckpointKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CheckpointKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CHECKPOINT_KIND_UNSPECIFIED: _CheckpointKind.ValueType  # 0
+    CHECKPOINT_KIND_LIST: _CheckpointKind.ValueType  # 1
+    CHECKPOINT_KIND_TUPLE: _CheckpointKind.ValueType  # 2
+    CHECKPOINT_KIND_DICT: _CheckpointKind.ValueType  # 3
+    """Keys and values in turns, as in the two below."""
+    CHECKPOINT_KIND_ORDERED_DICT: _CheckpointKind.ValueType  # 4
+    CHECKPOINT_KIND_COUNTER: _CheckpointKind.ValueType  # 5
+    CHECKPOINT_KIND_SET: _CheckpointKind.ValueType  # 6
+    CHECKPOINT_KIND_FROZENSET: _CheckpointKind.ValueType  # 7
+    CHECKPOINT_KIND_DEQUE: _CheckpointKind.ValueType  # 8
+    """The first value is its greatest length, or None."""
+    CHECKPOINT_KIND_UINT32_LIST: _CheckpointKind.ValueType  # 9
+    """One value: bytes that hold integers of 32 bits, little endian."""
+    CHECKPOINT_KIND_UINT32_TUPLE: _CheckpointKind.ValueType  # 10
+    CHECKPOINT_KIND_KEY_LIST: _CheckpointKind.ValueType  # 11
+    """One value: content keys, 16 bytes each, concatenated."""
+    CHECKPOINT_KIND_KEY_TUPLE: _CheckpointKind.ValueType  # 12
+
+class CheckpointKind(_CheckpointKind, metaclass=_CheckpointKindEnumTypeWrapper): ...
+
+CHECKPOINT_KIND_UNSPECIFIED: CheckpointKind.ValueType  # 0
+CHECKPOINT_KIND_LIST: CheckpointKind.ValueType  # 1
+CHECKPOINT_KIND_TUPLE: CheckpointKind.ValueType  # 2
+CHECKPOINT_KIND_DICT: CheckpointKind.ValueType  # 3
+"""Keys and values in turns, as in the two below."""
+CHECKPOINT_KIND_ORDERED_DICT: CheckpointKind.ValueType  # 4
+CHECKPOINT_KIND_COUNTER: CheckpointKind.ValueType  # 5
+CHECKPOINT_KIND_SET: CheckpointKind.ValueType  # 6
+CHECKPOINT_KIND_FROZENSET: CheckpointKind.ValueType  # 7
+CHECKPOINT_KIND_DEQUE: CheckpointKind.ValueType  # 8
+"""The first value is its greatest length, or None."""
+CHECKPOINT_KIND_UINT32_LIST: CheckpointKind.ValueType  # 9
+"""One value: bytes that hold integers of 32 bits, little endian."""
+CHECKPOINT_KIND_UINT32_TUPLE: CheckpointKind.ValueType  # 10
+CHECKPOINT_KIND_KEY_LIST: CheckpointKind.ValueType  # 11
+"""One value: content keys, 16 bytes each, concatenated."""
+CHECKPOINT_KIND_KEY_TUPLE: CheckpointKind.ValueType  # 12
+global___CheckpointKind = CheckpointKind
 
 @typing.final
 class PlanLogHeader(google.protobuf.message.Message):
@@ -30,6 +113,8 @@ class PlanLogHeader(google.protobuf.message.Message):
     STARTED_UNIX_MS_FIELD_NUMBER: builtins.int
     SEQUENCE_FIELD_NUMBER: builtins.int
     CHECKPOINT_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    GAP_FIELD_NUMBER: builtins.int
     format_version: builtins.int
     """Of this file format."""
     octavo_version: builtins.str
@@ -41,7 +126,15 @@ class PlanLogHeader(google.protobuf.message.Message):
     sequence: builtins.int
     """0 for the file that was started with the scheduler, then 1, 2, ... as files rotate."""
     checkpoint: builtins.bytes
-    """State of the core before the first entry; empty in the first file, which starts from nothing."""
+    """Of format 2: the state before the first entry, as a Python pickle. It is never read."""
+    @property
+    def state(self) -> global___Checkpoint:
+        """State of the core before the first entry; absent in the first file, which starts from nothing."""
+
+    @property
+    def gap(self) -> global___PlanLogGap:
+        """What is missing before the first entry, because it could not be written; absent: nothing."""
+
     def __init__(
         self,
         *,
@@ -51,10 +144,117 @@ class PlanLogHeader(google.protobuf.message.Message):
         started_unix_ms: builtins.int = ...,
         sequence: builtins.int = ...,
         checkpoint: builtins.bytes = ...,
+        state: global___Checkpoint | None = ...,
+        gap: global___PlanLogGap | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "core_config_json", b"core_config_json", "format_version", b"format_version", "octavo_version", b"octavo_version", "sequence", b"sequence", "started_unix_ms", b"started_unix_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_gap", b"_gap", "_state", b"_state", "gap", b"gap", "state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_gap", b"_gap", "_state", b"_state", "checkpoint", b"checkpoint", "core_config_json", b"core_config_json", "format_version", b"format_version", "gap", b"gap", "octavo_version", b"octavo_version", "sequence", b"sequence", "started_unix_ms", b"started_unix_ms", "state", b"state"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_gap", b"_gap"]) -> typing.Literal["gap"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___PlanLogHeader = PlanLogHeader
+
+@typing.final
+class PlanLogGap(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SINCE_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    since: builtins.float
+    """Monotonic seconds of the first missing entry."""
+    entries: builtins.int
+    error: builtins.str
+    """What the system said."""
+    def __init__(
+        self,
+        *,
+        since: builtins.float = ...,
+        entries: builtins.int = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "error", b"error", "since", b"since"]) -> None: ...
+
+global___PlanLogGap = PlanLogGap
+
+@typing.final
+class Checkpoint(google.protobuf.message.Message):
+    """The objects of a core and what they refer to, in flat lists: a core has up to a million of them. This
+    is data only. A reader makes records of classes that it has, by name, and calls nothing.
+
+    A value is a number: its lowest three bits are a CheckpointTag, the others are an index into the list
+    that the tag names.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    CLASSES_FIELD_NUMBER: builtins.int
+    KINDS_FIELD_NUMBER: builtins.int
+    SIZES_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    FLOATS_FIELD_NUMBER: builtins.int
+    STRINGS_FIELD_NUMBER: builtins.int
+    BYTE_STRINGS_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Of this layout: 1."""
+    @property
+    def classes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CheckpointClass]: ...
+    @property
+    def kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of each object, a CheckpointKind, or 16 + the index of its class. Object 0 is the core."""
+
+    @property
+    def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of each object, how many of `values` are its own: they stand in the order of the objects."""
+
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def floats(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def strings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def byte_strings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        classes: collections.abc.Iterable[global___CheckpointClass] | None = ...,
+        kinds: collections.abc.Iterable[builtins.int] | None = ...,
+        sizes: collections.abc.Iterable[builtins.int] | None = ...,
+        values: collections.abc.Iterable[builtins.int] | None = ...,
+        floats: collections.abc.Iterable[builtins.float] | None = ...,
+        strings: collections.abc.Iterable[builtins.str] | None = ...,
+        byte_strings: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["byte_strings", b"byte_strings", "classes", b"classes", "floats", b"floats", "kinds", b"kinds", "sizes", b"sizes", "strings", b"strings", "values", b"values", "version", b"version"]) -> None: ...
+
+global___Checkpoint = Checkpoint
+
+@typing.final
+class CheckpointClass(google.protobuf.message.Message):
+    """A record has one value per field; a member of an enum has no fields and one value, its name."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    FIELDS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """As `module.name`."""
+    @property
+    def fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        fields: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fields", b"fields", "name", b"name"]) -> None: ...
+
+global___CheckpointClass = CheckpointClass
 
 @typing.final
 class PlanLogEntry(google.protobuf.message.Message):
@@ -171,6 +371,7 @@ class SubmitEvent(google.protobuf.message.Message):
     PACED_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
     MAY_SHED_FIELD_NUMBER: builtins.int
+    FINISHED_CHOICES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     model: builtins.str
     priority: octavo.v1.common_pb2.Priority.ValueType
@@ -193,6 +394,10 @@ class SubmitEvent(google.protobuf.message.Message):
 
     @property
     def resumed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ResumedTokens]: ...
+    @property
+    def finished_choices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Choices that had ended before the request came here."""
+
     def __init__(
         self,
         *,
@@ -211,9 +416,10 @@ class SubmitEvent(google.protobuf.message.Message):
         paced: builtins.bool = ...,
         adapter: builtins.str | None = ...,
         may_shed: builtins.bool = ...,
+        finished_choices: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_adapter", b"_adapter", "_deadline", b"_deadline", "_queue_deadline", b"_queue_deadline", "_ttft_deadline", b"_ttft_deadline", "adapter", b"adapter", "deadline", b"deadline", "queue_deadline", b"queue_deadline", "sampling", b"sampling", "ttft_deadline", b"ttft_deadline"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_adapter", b"_adapter", "_deadline", b"_deadline", "_queue_deadline", b"_queue_deadline", "_ttft_deadline", b"_ttft_deadline", "adapter", b"adapter", "deadline", b"deadline", "may_shed", b"may_shed", "model", b"model", "paced", b"paced", "priority", b"priority", "prompt_keys", b"prompt_keys", "prompt_token_ids", b"prompt_token_ids", "queue_deadline", b"queue_deadline", "request_id", b"request_id", "resumed", b"resumed", "root_key", b"root_key", "sampling", b"sampling", "tenant", b"tenant", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_adapter", b"_adapter", "_deadline", b"_deadline", "_queue_deadline", b"_queue_deadline", "_ttft_deadline", b"_ttft_deadline", "adapter", b"adapter", "deadline", b"deadline", "finished_choices", b"finished_choices", "may_shed", b"may_shed", "model", b"model", "paced", b"paced", "priority", b"priority", "prompt_keys", b"prompt_keys", "prompt_token_ids", b"prompt_token_ids", "queue_deadline", b"queue_deadline", "request_id", b"request_id", "resumed", b"resumed", "root_key", b"root_key", "sampling", b"sampling", "tenant", b"tenant", "ttft_deadline", b"ttft_deadline"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_adapter", b"_adapter"]) -> typing.Literal["adapter"] | None: ...
     @typing.overload

@@ -49,7 +49,7 @@ def check_core(core: SchedulerCore) -> None:
             require(bound == (sequence in where), "who runs is on a worker", state)
             queued = status is SequenceStatus.WAITING
             require(queued == (sequence in waiting), "who waits is queued", state)
-        led = request.sequences[0] in live or all(s.status is not SequenceStatus.HELD for s in live)
+        led = request.leader in live or all(s.status is not SequenceStatus.HELD for s in live)
         require(led, "who is held has a leader", request.request_id)
 
 

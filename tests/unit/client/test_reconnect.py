@@ -8,6 +8,8 @@ from contextlib import suppress
 
 import pytest
 from octavo import AsyncClient, InvalidRequestError, RequestCancelledError, UnavailableError
+from octavo._sdk.call import Call
+from octavo.protocol.steps import FinishReason
 from octavo.v1 import generation_pb2 as pb
 
 from tests.unit.client.fake_scheduler import WAIT_S, FakeScheduler, expected_text, token_id
@@ -309,3 +311,27 @@ async def test_drain_whose_scheduler_is_down_fails_and_asks_no_other(scheduler: 
 
         await client.drain(endpoint=scheduler.endpoint)
         assert scheduler.operations.drains == 1
+
+
+def test_choice_that_had_ended_is_sent_as_such_and_not_what_it_had() -> None:
+    call = Call(pb.GenerateRequest(request_id="r", sampling={"n": 2}), lambda: None)
+    call.to_send(0.0)
+    for event in (
+        pb.RequestEvent(request_id="r", accepted=pb.Accepted(request_id="r", seed=7)),
+        pb.RequestEvent(request_id="r", delta=pb.Delta(choice=0, text="ab", token_ids=[1, 2])),
+        pb.RequestEvent(request_id="r", finished=pb.Finished(choice=0, reason=1)),
+        pb.RequestEvent(request_id="r", delta=pb.Delta(choice=1, text="c", token_ids=[3])),
+    ):
+        call.apply(event, stream=None)
+    rest = call.to_send(1.0)
+    assert list(rest.resume) == [
+        pb.ResumedChoice(choice=0, finished=True),
+        pb.ResumedChoice(choice=1, token_ids=[3], shown_bytes=1),
+    ]
+    # The next scheduler tells all ends, this one again.
+    call.apply(pb.RequestEvent(request_id="r", finished=pb.Finished(choice=0, reason=2)), stream=None)
+    call.apply(pb.RequestEvent(request_id="r", finished=pb.Finished(choice=1, reason=2)), stream=None)
+    assert [(choice.text, choice.finish_reason) for choice in call.result().choices] == [
+        ("ab", FinishReason.STOP),
+        ("c", FinishReason.LENGTH),
+    ]

@@ -8,7 +8,7 @@ import pytest
 from octavo.protocol.steps import FinishReason
 from octavo_lab.sim.tokens import stream_of, token_at
 
-from scheduler_svc.core import Reason, RequestAccepted
+from scheduler_svc.core import FinishChoice, Reason, RequestAccepted
 from scheduler_svc.core.errors import IllegalTransitionError
 from scheduler_svc.core.request import TRANSITIONS, SequenceStatus
 from tests.unit.scheduler.core.desk import HIGH, Desk, worker
@@ -231,6 +231,49 @@ def test_siblings_wait_for_their_leader_and_share_its_prompt() -> None:
     assert computed == 100 + 2 * 4
     assert [desk.ends[name, choice].cached_tokens for choice in range(3)] == [0, 96, 96]
     assert [desk.ends[name, choice].last for choice in range(3)].count(True) == 1
+
+
+def test_choices_that_had_ended_before_end_at_once_and_only_the_others_are_computed() -> None:
+    desk = Desk()
+    had = tuple(token_at(stream_of(1, 2), position) for position in range(100, 110))
+    effects = desk.submit_effects(
+        100, max_tokens=16, n=4, finished_choices=frozenset({0, 3}), resumed={2: had}
+    )
+    accepted, *ended = effects[:3]
+    assert isinstance(accepted, RequestAccepted)
+    assert [
+        (end.choice, end.completion_tokens, end.last) for end in ended if isinstance(end, FinishChoice)
+    ] == [
+        (0, 0, False),
+        (3, 0, False),
+    ]
+    assert [desk.sequence("r1", choice).status.name for choice in (1, 2)] == ["RUNNING", "HELD"]
+    desk.finish()
+    # The first that goes on computes the prompt, the other shares it and adds what it had.
+    computed = sum(report.timing.num_prefill_tokens for report in desk.reports)
+    assert computed == 100 + (100 + len(had) - 96)
+    assert desk.ends["r1", 1].completion_tokens == 16
+    assert len(desk.tokens["r1", 2]) == 16 - len(had)
+    assert ("r1", 0) not in desk.tokens
+    assert desk.outcomes == {"LENGTH": 1}
+
+
+def test_request_of_which_all_choices_had_ended_needs_no_worker() -> None:
+    desk = Desk()
+    desk.lose()
+    effects = desk.submit_effects(100, n=2, finished_choices=frozenset({0, 1}))
+    assert [end.last for end in effects if isinstance(end, FinishChoice)] == [False, True]
+    assert desk.core.snapshot(desk.now).live_requests == 0
+
+
+def test_resumed_request_that_waits_too_long_ends_in_the_choices_that_were_to_go_on() -> None:
+    desk = Desk()
+    desk.lose()
+    name = desk.submit(100, n=2, finished_choices=frozenset({0}), queue_deadline=1.0)
+    desk.tick(2.0)
+    error = desk.ends[name, 1].error
+    assert error is not None
+    assert error.reason == "QUEUE_TIMEOUT"
 
 
 def test_siblings_fit_beside_their_leader_where_their_prompts_would_not() -> None:

@@ -282,7 +282,7 @@ def test_workers_that_never_come_back_leave_nothing_behind() -> None:
         desk.finish()
         for gone in desk.workers.keys() - {"stays"}:
             desk.lose(gone)
-        sizes.append(len(checkpoint.dump(desk.core)))
+        sizes.append(checkpoint.dump(desk.core).ByteSize())
     assert desk.ends[name, 0].timings.recoveries == 1
     assert sizes[-1] < 1.2 * sizes[20]
 

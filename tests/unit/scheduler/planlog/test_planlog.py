@@ -8,13 +8,14 @@ import io
 import itertools
 import json
 import os
-import pickle
+import resource
 import stat
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,7 @@ from scheduler_svc.planlog.convert import (
 )
 from scheduler_svc.planlog.writer import FRAME, MAGIC
 
+DATA = Path(__file__).parent / "data"
 OVERLOADED = CoreConfig(step_watchdog_s=2.0, max_waiting_requests=40, overload=OverloadConfig())
 NOT_LOGGED = {
     "caps",
@@ -171,7 +173,7 @@ def test_plan_log_that_rotates_keeps_so_many_files(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["plan.log", "plan.log.1", "plan.log.2"]
 
 
-def test_plan_log_that_cannot_be_written_any_more_ends_and_the_core_goes_on(tmp_path: Path) -> None:
+def test_plan_log_that_cannot_be_written_any_more_stops_and_the_core_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     with recording(folder / "plan.log", max_bytes=1) as core:
@@ -182,6 +184,51 @@ def test_plan_log_that_cannot_be_written_any_more_ends_and_the_core_goes_on(tmp_
         assert [event.name for event in events] == ["plan_log_stopped"]
         assert not [effect for effect in core.submit(request(3), 3.0) if isinstance(effect, LogEvent)]
         assert core.snapshot(3.0).arrivals == 3
+
+
+def test_plan_log_goes_on_when_it_can_be_written_again_and_says_what_is_missing(tmp_path: Path) -> None:
+    path, full = tmp_path / "plan.log", resource.getrlimit(resource.RLIMIT_FSIZE)
+    seen: list[LogEvent] = []
+
+    def told(effects: list[Effect]) -> None:
+        seen.extend(effect for effect in effects if isinstance(effect, LogEvent))
+
+    with recording(path) as core:
+        told(core.submit(request(1), 1.0))
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, full[1]))
+            for number in range(2, 6):
+                told(core.submit(request(number), float(number)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, full)
+        assert (core.plan_log.entries_missed, "File too large" in str(core.plan_log.problem)) == (4, True)
+        told(core.submit(request(6), 60.0))
+        told(core.cancel("r2", 61.0))
+        assert (core.plan_log.entries_missed, core.plan_log.problem) == (4, None)
+    assert [event.name for event in seen] == ["plan_log_stopped", "plan_log_resumed"]
+    assert seen[1].fields["entries_missed"] == 4
+    before, after = replay(path.with_name("plan.log.1")), replay(path)
+    assert (before.events, before.gap, before.torn_bytes) == ({"submit": 1}, None, 10)
+    assert (after.events, after.differs) == ({"submit": 1, "cancel": 1}, False)
+    assert after.gap is not None
+    assert (after.gap.since, after.gap.entries) == (2.0, 4)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["plan.log", "plan.log.1"]
+
+
+def test_plan_log_that_is_tried_again_in_vain_destroys_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.log"
+    record(path, [request(number) for number in range(8)], max_bytes=4096, files=3)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with recording(path, max_bytes=1, files=3) as core:
+        core.submit(request(1), 1.0)
+        kept = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20, limit[1]))
+            for now in range(2, 500):
+                core.tick(float(now))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == kept
 
 
 def test_plan_log_that_cannot_be_started_is_an_error_with_its_path(tmp_path: Path) -> None:
@@ -318,6 +365,24 @@ def test_log_that_is_damaged_in_its_header_is_refused(log: Path) -> None:
         replay(log)
 
 
+def test_compressed_log_that_is_a_bomb_is_read_within_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_svc.planlog.reader.MAX_RECORD_BYTES", 1 << 20)
+    path = tmp_path / "plan.log"
+    with gzip.open(path, "wb") as file:
+        file.write(MAGIC + FRAME.pack(2**32 - 1, 0))
+        for _ in range(100):
+            file.write(bytes(1 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(PlanLogError, match="header"):
+            replay(path)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("keep", [0.01, 0.5, 0.99])
 def test_compressed_log_that_is_cut_off_is_refused(log: Path, keep: float) -> None:
     data = gzip.compress(log.read_bytes())
@@ -391,23 +456,100 @@ def test_log_of_another_format_is_refused(tmp_path: Path) -> None:
         replay(path)
 
 
+# Logs of the last release
+
+
+def test_replay_of_a_log_of_the_last_release_goes_on_from_the_files_before_it() -> None:
+    """Made by octavo 0.1.0 (format 2): its second file begins with a pickle, which is never read."""
+    first, second = replay(DATA / "format-2.log.1"), replay(DATA / "format-2.log")
+    assert (first.events["submit"], first.events["report"]) == (5, 29)
+    assert second.events == {"tick": 14, "report": 14}
+    assert first.last_now is not None
+    assert second.first_now == pytest.approx(first.last_now, abs=0.1)
+
+
+def test_replay_of_a_log_of_the_last_release_without_the_files_before_it_says_what_is_wanted(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "plan.log"
+    path.write_bytes((DATA / "format-2.log").read_bytes())
+    with pytest.raises(PlanLogError, match=r"only octavo 0\.1\.0 reads.*plan\.log\.1"):
+        replay(path)
+    record(tmp_path / "plan.log.1", [request(1)], max_bytes=2000, files=1)
+    with pytest.raises(PlanLogError, match=r"plan\.log\.1 is not the file before it"):
+        replay(path)
+
+
 # Checkpoints
 
 
-class Evil:
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.system, ("false",)
+def busy_core(config: CoreConfig = CHAOS_CONFIG) -> SchedulerCore:
+    """A core in the middle of its work: something runs, something waits."""
+    core = SchedulerCore(config)
+    worker = SimWorkerConfig(
+        worker_id="w0", step_times=StepTimes.builtin(), num_blocks=32, max_num_seqs=4, max_model_len=256
+    )
+    cell = SimCell(core, [worker])
+    for number in range(12):
+        spec = replace(request(number), deadline=50.0 + number, root_key=b"r" * 16, may_shed=number % 2 == 0)
+        cell.submit_at(1.0, replace(spec, sampling=replace(spec.sampling, n=1 + number % 3)))
+    cell.loop.run(until=1.5)
+    assert core.snapshot(1.5).live_requests
+    return core
 
 
-def test_checkpoint_that_names_anything_else_is_refused_unread() -> None:
-    with pytest.raises(checkpoint.CheckpointError, match="system"):
-        checkpoint.load(pickle.dumps(Evil()))
+@pytest.mark.parametrize(
+    "config", [CHAOS_CONFIG, OVERLOADED, *(CoreConfig(policy=policy) for policy in POLICIES)]
+)
+def test_core_of_a_checkpoint_does_what_the_core_would_have_done(config: CoreConfig) -> None:
+    core = busy_core(config)
+    copy = checkpoint.load(planlog_pb2.Checkpoint.FromString(checkpoint.dump(core).SerializeToString()))
+    assert copy.snapshot(2.0) == core.snapshot(2.0)
+    assert repr(copy.worker_down("w0", 2.0)) == repr(core.worker_down("w0", 2.0))
+    assert repr(copy.tick(3.0)) == repr(core.tick(3.0))
 
 
-@pytest.mark.parametrize("data", [b"", b"garbage", pickle.dumps({}), pickle.dumps([1, 2])[:-3]])
-def test_checkpoint_that_is_damaged_is_refused(data: bytes) -> None:
-    with pytest.raises(checkpoint.CheckpointError):
-        checkpoint.load(data)
+def test_checkpoint_that_names_anything_but_a_record_of_the_core_is_refused() -> None:
+    for name in ("os.system", "builtins.eval", "scheduler_svc.core.core.heapq", "scheduler_svc.core.core"):
+        message = checkpoint.dump(busy_core())
+        message.classes[0].name = name
+        with pytest.raises(checkpoint.CheckpointError, match="there is no"):
+            checkpoint.load(message)
+
+
+def test_checkpoint_of_another_version_says_what_differs() -> None:
+    message = checkpoint.dump(busy_core())
+    sequence = next(one for one in message.classes if one.name.endswith(".Sequence"))
+    sequence.fields[-1] = "mood"
+    with pytest.raises(checkpoint.CheckpointError, match="another version: Sequence differs in deaths, mood"):
+        checkpoint.load(message)
+    message.version = 7
+    with pytest.raises(checkpoint.CheckpointError, match="layout 7, this version reads 1"):
+        checkpoint.load(message)
+
+
+CHECKPOINT = checkpoint.dump(busy_core())
+
+
+@given(st.data())
+def test_checkpoint_that_is_damaged_is_refused_or_makes_a_core(data: st.DataObject) -> None:
+    message = planlog_pb2.Checkpoint()
+    message.CopyFrom(CHECKPOINT)
+    for _ in range(data.draw(st.integers(1, 4))):
+        name = data.draw(st.sampled_from(["kinds", "sizes", "values"]))
+        numbers = getattr(message, name)
+        at = data.draw(st.integers(0, len(numbers) - 1))
+        numbers[at] = data.draw(st.integers(0, 1 << 20) | st.integers(0, 2**32 - 1))
+    with suppress(checkpoint.CheckpointError):
+        assert isinstance(checkpoint.load(message), SchedulerCore)
+
+
+def test_state_that_no_checkpoint_can_hold_is_a_gap_and_no_fault_of_the_core(tmp_path: Path) -> None:
+    with recording(tmp_path / "plan.log", max_bytes=1) as core:
+        core.submit(request(1), 1.0)
+        core.level_of = lambda _: None  # type: ignore[assignment,method-assign,return-value]
+        (stopped,) = [effect for effect in core.tick(2.0) if isinstance(effect, LogEvent)]
+        assert "which no checkpoint can" in str(stopped.fields["error"])
 
 
 # Conversion
@@ -432,6 +574,7 @@ requests = st.builds(
     ttft_deadline=moment,
     deadline=moment,
     resumed=st.dictionaries(st.integers(0, 3), tokens, max_size=3),
+    finished_choices=st.frozensets(st.integers(0, 3)),
     paced=st.booleans(),
     adapter=st.none() | name,
 )

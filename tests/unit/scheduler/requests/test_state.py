@@ -137,7 +137,7 @@ async def test_tokens_past_a_stop_string_are_neither_shown_nor_billed(outbox: Se
     state = request_state(outbox, stop=("END",), call={"return_token_ids": True})
     assert feed(state, "the END and more")
     assert not feed(state, "still more")
-    assert state.complete_choices() == [0]
+    assert state.choices[0].over is FinishReason.STOP
     state.on_finish(finish(FinishReason.STOP))
     events = outbox.take().events
     assert sum(len(event.delta.token_ids) for event in events) == len("the END")
@@ -211,7 +211,7 @@ async def test_resumed_choice_that_was_complete_is_over(
 ) -> None:
     state = request_state(outbox, resumed={0: ResumedChoice(token_ids, 0)}, **sampling)
     await state.resume()
-    assert state.complete_choices() == ([0] if reason is not None else [])
+    assert state.request.finished_choices == ({0} if reason is not None else set())
     state.on_finish(finish(reason or FinishReason.LENGTH))
     message = outbox.take().events[-1].finished
     assert FinishReason(message.reason) == (reason or FinishReason.LENGTH)
