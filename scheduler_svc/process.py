@@ -31,7 +31,6 @@ from scheduler_svc.fleet.workers import Fleet
 from scheduler_svc.observe.metrics import SchedulerMetrics, serve_metrics
 from scheduler_svc.planlog import PlanLogWriter, RecordingCore
 from scheduler_svc.requests.accounts import Accounts
-from scheduler_svc.requests.tenants import Tenants
 from scheduler_svc.text.tokenizer_pool import MAX_PENDING, TokenizerPool
 
 log = structlog.get_logger()
@@ -53,7 +52,7 @@ class SchedulerProcess:
         self.metrics = SchedulerMetrics()
         self.metrics.price.set(settings.observability.price_per_gpu_hour or 0.0)
         self.accounts = Accounts(self.metrics, time.monotonic)
-        self.tenants = Tenants(self.metrics)
+        self.tenants = self.accounts.tenants
         self.driver = CoreDriver(_make_core(settings), self.accounts, self.metrics)
 
         # What may wait in the queue may also come all at once.
@@ -69,7 +68,7 @@ class SchedulerProcess:
         self._key_file = self._load_keys()
         gate = LoadGate(self.models, self.driver, settings.queue)
         self._inputs = InputProcessor(self.models, self.pool, gate, settings.access)
-        self._admission = Admission(self.access, self.tenants, gate, self._inputs, self.driver, self.accounts)
+        self._admission = Admission(self.access, gate, self._inputs, self.driver, self.accounts)
 
         self._status = self._make_status()
         server = settings.server
@@ -187,7 +186,6 @@ class SchedulerProcess:
         sources = StatusSources(
             self.driver,
             self.accounts,
-            self.tenants,
             self.fleet,
             self._pins,
             self.models,

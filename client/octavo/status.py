@@ -81,14 +81,16 @@ class TenantStatus:
     weight: float
     requests_in_flight: int
     waiting_requests: int
-    """Requests without output yet."""
+    """Requests without output yet. A request for n choices counts as n."""
     waiting_tokens: int
-    """Prompt tokens of those."""
+    """Tokens to be computed before those have output."""
     arrivals: int
     over_quota: int
     """Of the arrivals, refused for a quota."""
     prompt_tokens: int
     output_tokens: int
+    tokenized_bytes: int
+    """Input that tokenizers have worked on."""
     quotas: Quotas
 
 

@@ -39,8 +39,8 @@ class Access:
         self.key_file: KeyFile | None = None
         """The one in force; replaced as a whole."""
 
-    def authenticate(self, key: str | None, role: Role = Role.USER) -> Tenant:
-        """Return the tenant in whose name a request with this key runs.
+    def authenticate(self, key: str | None, role: Role | None = Role.USER) -> Tenant:
+        """Return the tenant in whose name a request with this key runs. Without a role any key will do.
 
         Raises:
             ServiceError: there is no key, it is not known, or lacks the role.
@@ -48,13 +48,6 @@ class Access:
         if self.key_file is None:
             return ANONYMOUS
         return self._find(self.key_file, key, role).tenant
-
-    def max_requests(self, key: str | None) -> int | None:
-        """Return how many requests the tenant of a key may have at once; None is without limit."""
-        if self.key_file is None or key is None:
-            return None
-        found = self.key_file.find(key)
-        return found.tenant.quotas.requests_in_flight if found is not None else None
 
     def authorize(self, method: str, metadata: Metadata | None) -> None:
         """Refuse a call that its key does not allow. `method` is `/package.Service/Method`.

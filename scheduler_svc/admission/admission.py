@@ -20,7 +20,9 @@ import structlog
 from octavo.keys import Tenant
 from octavo.protocol.convert import keys_from_proto
 from octavo.protocol.keys import chain, root_key
+from octavo.protocol.steps import Priority
 from octavo.sampling import SamplingParams
+from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.admission.access import Access
@@ -42,9 +44,9 @@ from scheduler_svc.requests.messages import (
 )
 from scheduler_svc.requests.outbox import ClientStream
 from scheduler_svc.requests.state import PreparedRequest, RequestState
-from scheduler_svc.requests.tenants import Tenants
+from scheduler_svc.requests.tenants import TenantState
 from scheduler_svc.text.tokenization import EncodeChat, Encoded, EncodeJob, EncodeText, KeySpec, TakeTokens
-from scheduler_svc.text.tokenizer_pool import TokenizerPool
+from scheduler_svc.text.tokenizer_pool import NOBODY, Payer, TokenizerPool
 from scheduler_svc.text.trimming import TrimSpec
 
 _log = structlog.get_logger()
@@ -61,14 +63,13 @@ class Admission:
     def __init__(
         self,
         access: Access,
-        tenants: Tenants,
         gate: LoadGate,
         inputs: InputProcessor,
         driver: CoreDriver,
         accounts: Accounts,
     ) -> None:
         self._access = access
-        self._tenants = tenants
+        self._tenants = accounts.tenants
         self._gate = gate
         self._inputs = inputs
         self._driver = driver
@@ -79,13 +80,33 @@ class Admission:
         """Account for an arrival."""
         return self._accounts.open(stream.transport)
 
-    def max_requests(self, stream: ClientStream) -> int | None:
-        """Return how many requests the call's own tenant may have at once; None is without limit."""
-        return self._access.max_requests(stream.api_key)
+    def caller(self, api_key: str | None) -> TenantState:
+        """Return the books of a call's own tenant, whatever its key allows.
+
+        Raises:
+            ServiceError: there is no key, or it is not known.
+        """
+        return self._tenants.state(self._access.authenticate(api_key, None), self._accounts.clock())
+
+    def text_payer(self, api_key: str | None, size_bytes: int) -> Payer:
+        """Return who pays for tokenizing so much that is no prompt.
+
+        Raises:
+            ServiceError: the key is no good, or its tenant is over its quota.
+        """
+        quotas = self.caller(api_key)
+        quotas.check_text(size_bytes, self._accounts.clock())
+        return self._payer(quotas, "text of ")
+
+    def _payer(self, quotas: TenantState, kind: str = "") -> Payer:
+        clock = self._accounts.clock
+        return Payer(kind + quotas.tenant.name, lambda size_bytes: quotas.charge_text(size_bytes, clock()))
 
     def receive(self, message: pb.GenerateRequest, stream: ClientStream) -> IncomingRequest:
         """Return what can be known of a request at once: whose it is, and about how large."""
         caller: Tenant | ServiceError
+        if stream.paced and not message.terms.priority:
+            message.terms.priority = common_pb2.PRIORITY_BATCH
         try:
             caller = self._access.authenticate(
                 message.api_key if message.HasField("api_key") else stream.api_key
@@ -104,7 +125,7 @@ class Admission:
         if isinstance(tenant, ServiceError):
             return None
         state = self._tenants.state(tenant, now)
-        error = state.refusal(incoming.estimate, now, paced=stream.paced)
+        error = state.refusal(incoming.estimate, now)
         if error is not None:
             state.count_refusal(error)
         else:
@@ -133,9 +154,10 @@ class Admission:
             call = generate_from_proto(incoming.message)
             account.request_id = call.request_id
             quotas = self._tenants.state(tenant, account.arrival)
-            account.lease = quotas.take(incoming.estimate, account.arrival, paced=stream.paced)
+            account.lease = quotas.take(incoming.estimate, account.arrival)
             core_id = f"{call.request_id}#{next(self._numbers)}"
-            prepared = await self._inputs.prepare(call, core_id, incoming, account.arrival)
+            payer = self._payer(quotas)
+            prepared = await self._inputs.prepare(call, core_id, incoming, account.arrival, payer)
             state = RequestState(prepared, stream.outbox, account)
             await state.resume()
         except ServiceError as error:
@@ -172,7 +194,7 @@ class InputProcessor:
         self._salt_secret = settings.cache_secret.get_secret_value().encode()
 
     async def prepare(
-        self, call: GenerateCall, core_id: str, incoming: IncomingRequest, arrival: float
+        self, call: GenerateCall, core_id: str, incoming: IncomingRequest, arrival: float, payer: Payer
     ) -> PreparedRequest:
         """Return the request for the core.
 
@@ -181,6 +203,7 @@ class InputProcessor:
             core_id: its name in the core, unique among all streams.
             incoming: what else is known of it.
             arrival: when it came, in monotonic seconds.
+            payer: who pays for the tokenizer.
 
         Raises:
             ServiceError: the model is unknown, or the request does not fit it; fields are named.
@@ -192,7 +215,8 @@ class InputProcessor:
         trim = limits.trim if limits is not None else None
         # Read once: it changes with the fleet, also while the prompt is being tokenized.
         context = model.max_model_len
-        encoded = await self._encode(call, model.text_key, context, keys, trim)
+        job, size_bytes = _encode_job(call, model.text_key, context, keys, trim)
+        encoded = await self.encode(job, size_bytes, payer)
         prompt = await _unpack(encoded.token_ids)
         resolved = _resolve(call, model, len(prompt), context)
         sampling = _clamp(resolved, limits.max_tokens if limits is not None else None)
@@ -210,7 +234,7 @@ class InputProcessor:
             root_key=keys.root,
             resumed={choice: resumed.token_ids for choice, resumed in call.resumed.items()},
             resumed_keys=await _resumed_keys(call.resumed, prompt, prompt_keys, keys),
-            paced=incoming.stream.paced,
+            paced=incoming.stream.paced and terms.priority is Priority.BATCH,
             adapter=target.adapter,
             may_shed=terms.may_shed,
             queue_deadline=self._queue_deadline(terms, arrival),
@@ -226,9 +250,9 @@ class InputProcessor:
             clamped_max_tokens=sampling.max_tokens if lowered else None,
         )
 
-    async def encode(self, job: EncodeJob, size_bytes: int) -> Encoded:
+    async def encode(self, job: EncodeJob, size_bytes: int, payer: Payer = NOBODY) -> Encoded:
         """Return the tokens of an input; raises as `TokenizerPool.encode` does."""
-        return await self._pool.encode(job, size_bytes)
+        return await self._pool.encode(job, size_bytes, payer)
 
     def root_key(self, target: ModelTarget, tenant: str, cache_salt: str) -> bytes:
         """Return the root of a prompt's block keys: what it is shared among.
@@ -241,23 +265,26 @@ class InputProcessor:
         model = target.model
         return root_key(model.revision, target.adapter or "", model.kv_dtype, model.block_size, salt)
 
-    async def _encode(
-        self, call: GenerateCall, text_key: str, context: int, keys: KeySpec, trim: TrimSpec | None
-    ) -> Encoded:
-        match call.prompt:
-            case TextPrompt(text):
-                return await self.encode(EncodeText(text_key, context, text, keys=keys, trim=trim), len(text))
-            case ChatPrompt(packed):
-                return await self.encode(EncodeChat(text_key, context, packed, keys, trim=trim), len(packed))
-            case _:
-                packed = call.prompt.packed
-                return await self.encode(TakeTokens(text_key, context, packed, keys, trim), len(packed))
-
     def _queue_deadline(self, terms: ServiceTerms, arrival: float) -> float | None:
         timeout_s = terms.queue_timeout_s
         if timeout_s is None:
             timeout_s = self._gate.queue_timeout_s[terms.priority]
         return _after(arrival, timeout_s)
+
+
+def _encode_job(
+    call: GenerateCall, text_key: str, context: int, keys: KeySpec, trim: TrimSpec | None
+) -> tuple[EncodeJob, int]:
+    """Return what makes tokens of a prompt, and the size of the prompt in bytes."""
+    match call.prompt:
+        case TextPrompt(text):
+            size_bytes = len(text) if text.isascii() else len(text.encode())
+            return EncodeText(text_key, context, text, keys=keys, trim=trim), size_bytes
+        case ChatPrompt(packed):
+            return EncodeChat(text_key, context, packed, keys, trim=trim), len(packed)
+        case _:
+            packed = call.prompt.packed
+            return TakeTokens(text_key, context, packed, keys, trim), len(packed)
 
 
 def _deadline(terms: ServiceTerms, arrival: float, rpc_deadline: float | None) -> float | None:

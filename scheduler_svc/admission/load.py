@@ -116,12 +116,13 @@ class LoadGate:
                 tokens = self._estimate(size, model)
         sampling = message.sampling
         output = sampling.max_tokens if sampling.HasField("max_tokens") else None
+        resumed = sum(len(choice.token_ids) for choice in message.resume)
         return IncomingRequest(
             message,
             stream,
             caller,
             model,
-            TokenEstimate(tokens, output, max(1, sampling.n)),
+            TokenEstimate(tokens, output, max(1, sampling.n), resumed, size or 4 * tokens),
             self._trimmed(tokens, message, model),
             size,
         )
@@ -129,12 +130,12 @@ class LoadGate:
     def refusal(self, incoming: IncomingRequest, now: float) -> ServiceError | None:
         """Return why a request is refused for load, if so. One that is wrong in itself is let through."""
         model = incoming.model
-        if model is None or incoming.stream.paced:
-            return None
         terms = incoming.message.terms
         try:
             priority = Priority(terms.priority or Priority.STANDARD)
         except ValueError:
+            return None
+        if model is None or (incoming.stream.paced and priority is Priority.BATCH):
             return None
         timeout_s = self.queue_timeout_s[priority]
         if terms.HasField("queue_timeout_ms"):

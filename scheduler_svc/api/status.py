@@ -18,7 +18,7 @@ from scheduler_svc.fleet.pins import PinRegistry
 from scheduler_svc.fleet.workers import Fleet
 from scheduler_svc.observe.recent import History
 from scheduler_svc.requests.accounts import Accounts
-from scheduler_svc.requests.tenants import Tenants, TenantState
+from scheduler_svc.requests.tenants import TenantState
 
 VERSION: Final = metadata.version("octavo")
 
@@ -29,7 +29,6 @@ class StatusSources:
 
     driver: CoreDriver
     accounts: Accounts
-    tenants: Tenants
     fleet: Fleet
     pins: PinRegistry
     models: ModelRegistry
@@ -64,7 +63,7 @@ class StatusCollector:
             arrivals=accounts.arrivals,
             live_requests=accounts.live,
             rates=self._rates(sum(worker.devices for worker in workers)),
-            tenants=map(_tenant, sources.tenants),
+            tenants=map(_tenant, accounts.tenants),
             key_file_problem=sources.key_file_problem(),
             pins=self._pin_status(snapshot),
             models=map(model_to_proto, sources.models),
@@ -166,6 +165,7 @@ def _tenant(state: TenantState) -> operations_pb2.TenantStatus:
         over_quota=state.over_quota,
         prompt_tokens=state.prompt_tokens,
         output_tokens=state.output_tokens,
+        tokenized_bytes=state.text_bytes,
         quotas=operations_pb2.TenantQuotas(**asdict(tenant.quotas)),
     )
 

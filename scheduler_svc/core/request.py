@@ -83,6 +83,9 @@ class SequenceHistory:
     first_token_at: float | None = None
     cached_tokens: int = 0
     """Prompt tokens found in a cache when it was first admitted."""
+    num_settled_tokens: int = 0
+    """Before its first token: leading tokens that its tenant has paid for or a cache had. To compute them
+    again is at the service's expense."""
     preemptions: int = 0
     recoveries: int = 0
 
@@ -155,6 +158,19 @@ class Sequence:
     def num_remaining_tokens(self) -> int:
         """Tokens of a waiting sequence that are still to be computed or generated, at most."""
         return self.waiting.num_tokens + self.request.max_total_tokens - len(self.token_ids)
+
+    @property
+    def num_unpaid_tokens(self) -> int:
+        """Tokens to prefill that its tenant will pay for, at most; none once it has had a first token."""
+        return len(self.token_ids) - self.history.num_settled_tokens if self.untried else 0
+
+    def settle(self, num_tokens: int) -> int:
+        """A worker holds so many of its leading tokens; return how many of them were not paid for."""
+        owed = num_tokens - self.history.num_settled_tokens
+        if owed <= 0 or not self.untried:
+            return 0
+        self.history.num_settled_tokens = num_tokens
+        return owed
 
     def may_be_deferred(self, now: float) -> bool:
         """Return whether it may still be deferred to a better worker."""

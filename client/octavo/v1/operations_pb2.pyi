@@ -295,11 +295,14 @@ class TenantStatus(google.protobuf.message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
     QUOTAS_FIELD_NUMBER: builtins.int
+    TOKENIZED_BYTES_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     weight: builtins.float
     requests_in_flight: builtins.int
     waiting_requests: builtins.int
-    """Requests without output yet, and the tokens of their prompts."""
+    """Requests without output yet, and the tokens to be computed before they have some. A request for n
+    choices counts as n.
+    """
     waiting_tokens: builtins.int
     arrivals: builtins.int
     """Since start."""
@@ -307,6 +310,8 @@ class TenantStatus(google.protobuf.message.Message):
     """Of these, refused for a quota."""
     prompt_tokens: builtins.int
     output_tokens: builtins.int
+    tokenized_bytes: builtins.int
+    """Input that tokenizers have worked on for it, since start."""
     @property
     def quotas(self) -> global___TenantQuotas:
         """Absent is without limit."""
@@ -324,9 +329,10 @@ class TenantStatus(google.protobuf.message.Message):
         prompt_tokens: builtins.int = ...,
         output_tokens: builtins.int = ...,
         quotas: global___TenantQuotas | None = ...,
+        tokenized_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["quotas", b"quotas"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "output_tokens", b"output_tokens", "over_quota", b"over_quota", "prompt_tokens", b"prompt_tokens", "quotas", b"quotas", "requests_in_flight", b"requests_in_flight", "tenant", b"tenant", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens", "weight", b"weight"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "output_tokens", b"output_tokens", "over_quota", b"over_quota", "prompt_tokens", b"prompt_tokens", "quotas", b"quotas", "requests_in_flight", b"requests_in_flight", "tenant", b"tenant", "tokenized_bytes", b"tokenized_bytes", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens", "weight", b"weight"]) -> None: ...
 
 global___TenantStatus = TenantStatus
 
@@ -339,11 +345,13 @@ class TenantQuotas(google.protobuf.message.Message):
     TOKENS_PER_MINUTE_FIELD_NUMBER: builtins.int
     WAITING_REQUESTS_FIELD_NUMBER: builtins.int
     WAITING_TOKENS_FIELD_NUMBER: builtins.int
+    TOKENIZER_BYTES_PER_MINUTE_FIELD_NUMBER: builtins.int
     requests_in_flight: builtins.int
     requests_per_minute: builtins.int
     tokens_per_minute: builtins.int
     waiting_requests: builtins.int
     waiting_tokens: builtins.int
+    tokenizer_bytes_per_minute: builtins.int
     def __init__(
         self,
         *,
@@ -352,13 +360,16 @@ class TenantQuotas(google.protobuf.message.Message):
         tokens_per_minute: builtins.int | None = ...,
         waiting_requests: builtins.int | None = ...,
         waiting_tokens: builtins.int | None = ...,
+        tokenizer_bytes_per_minute: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_requests_in_flight", b"_requests_in_flight", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "_waiting_requests", b"_waiting_requests", "_waiting_tokens", b"_waiting_tokens", "requests_in_flight", b"requests_in_flight", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_requests_in_flight", b"_requests_in_flight", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "_waiting_requests", b"_waiting_requests", "_waiting_tokens", b"_waiting_tokens", "requests_in_flight", b"requests_in_flight", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_requests_in_flight", b"_requests_in_flight", "_requests_per_minute", b"_requests_per_minute", "_tokenizer_bytes_per_minute", b"_tokenizer_bytes_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "_waiting_requests", b"_waiting_requests", "_waiting_tokens", b"_waiting_tokens", "requests_in_flight", b"requests_in_flight", "requests_per_minute", b"requests_per_minute", "tokenizer_bytes_per_minute", b"tokenizer_bytes_per_minute", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_requests_in_flight", b"_requests_in_flight", "_requests_per_minute", b"_requests_per_minute", "_tokenizer_bytes_per_minute", b"_tokenizer_bytes_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "_waiting_requests", b"_waiting_requests", "_waiting_tokens", b"_waiting_tokens", "requests_in_flight", b"requests_in_flight", "requests_per_minute", b"requests_per_minute", "tokenizer_bytes_per_minute", b"tokenizer_bytes_per_minute", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_requests_in_flight", b"_requests_in_flight"]) -> typing.Literal["requests_in_flight"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_requests_per_minute", b"_requests_per_minute"]) -> typing.Literal["requests_per_minute"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tokenizer_bytes_per_minute", b"_tokenizer_bytes_per_minute"]) -> typing.Literal["tokenizer_bytes_per_minute"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tokens_per_minute", b"_tokens_per_minute"]) -> typing.Literal["tokens_per_minute"] | None: ...
     @typing.overload
