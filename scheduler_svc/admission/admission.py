@@ -51,8 +51,6 @@ from scheduler_svc.text.trimming import TrimSpec
 
 _log = structlog.get_logger()
 
-# Making Python integers of this many tokens takes a few hundred microseconds.
-_SLICE_TOKENS: Final = 8192
 # The client ends the call at its gRPC deadline; the scheduler has to end it earlier to be heard.
 _DEADLINE_MARGIN_S: Final = 0.5
 
@@ -217,7 +215,8 @@ class InputProcessor:
         context = model.max_model_len
         job, size_bytes = _encode_job(call, model.text_key, context, keys, trim)
         encoded = await self.encode(job, size_bytes, payer)
-        prompt = await _unpack(encoded.token_ids)
+        prompt = array("I")
+        prompt.frombytes(encoded.token_ids)
         resolved = _resolve(call, model, len(prompt), context)
         sampling = _clamp(resolved, limits.max_tokens if limits is not None else None)
         prompt_keys = keys_from_proto(encoded.keys)
@@ -297,19 +296,8 @@ def _after(start: float, delay_s: float | None) -> float | None:
     return start + delay_s if delay_s is not None else None
 
 
-async def _unpack(packed: bytes) -> list[int]:
-    """Return token ids as integers. Others get a turn in between when there are many."""
-    packed_ids = array("I")
-    packed_ids.frombytes(packed)
-    ids = packed_ids[:_SLICE_TOKENS].tolist()
-    for start in range(_SLICE_TOKENS, len(packed_ids), _SLICE_TOKENS):
-        await asyncio.sleep(0)
-        ids += packed_ids[start : start + _SLICE_TOKENS].tolist()
-    return ids
-
-
 async def _resumed_keys(
-    resumed: Mapping[int, ResumedChoice], prompt: list[int], prompt_keys: tuple[bytes, ...], keys: KeySpec
+    resumed: Mapping[int, ResumedChoice], prompt: array[int], prompt_keys: tuple[bytes, ...], keys: KeySpec
 ) -> dict[int, tuple[bytes, ...]]:
     """Return the keys of all full blocks of choices that go on. Others get a turn after each."""
     parent = prompt_keys[-1] if prompt_keys else keys.root

@@ -147,7 +147,7 @@ class ReportReader:
                 tokens = sequence.token_ids
                 if first != len(tokens):
                     raise ProtocolViolationError(f"handle {handle}: token at {first} after {len(tokens)}")
-                tokens += ids
+                tokens.extend(ids)
                 count = len(ids)
                 digest += handle * count
                 if decodes is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass, field
 
 from octavo.protocol.keys import chain
@@ -108,7 +109,7 @@ class Sequence:
     request: Request
     request_id: str
     choice: int
-    token_ids: list[int]
+    token_ids: array[int]
     keys: list[bytes]
     """Content keys of the full blocks of `token_ids`."""
     status: SequenceStatus = SequenceStatus.WAITING
@@ -208,7 +209,7 @@ class Sequence:
         if self.status is SequenceStatus.HELD:
             request = self.request
             self.token_ids = request.sequences[0].token_ids[: request.prompt_len]
-            self.token_ids += request.spec.resumed.get(self.choice, ())
+            self.token_ids.extend(request.spec.resumed.get(self.choice, ()))
         self.status = to
 
 
@@ -294,10 +295,11 @@ class Request:
         for choice in range(choices):
             if choice > 0 and shares:
                 # Many long copies of the prompt would lie there for nothing.
-                held = Sequence(request, spec.request_id, choice, [], [], SequenceStatus.HELD)
+                held = Sequence(request, spec.request_id, choice, array("I"), [], SequenceStatus.HELD)
                 request.sequences.append(held)
                 continue
-            tokens = [*spec.prompt_token_ids, *spec.resumed.get(choice, ())]
+            tokens = array("I", spec.prompt_token_ids)
+            tokens.extend(spec.resumed.get(choice, ()))
             keys = list(spec.resumed_keys.get(choice, spec.prompt_keys)) if block_size else []
             sequence = Sequence(request, spec.request_id, choice, tokens, keys)
             if block_size is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from array import array
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ _CONTAINERS: Final = {
     ("builtins", "dict"),
     ("builtins", "set"),
     ("builtins", "frozenset"),
+    ("array", "array"),
     ("collections", "Counter"),
     ("collections", "OrderedDict"),
     ("collections", "deque"),
@@ -34,6 +36,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, MappingProxyType):
             return dict, (dict(obj),)
+        if isinstance(obj, array):
+            return array, (obj.typecode, obj.tobytes())
         return NotImplemented
 
 
