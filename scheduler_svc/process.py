@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn
 import structlog
 from octavo.keys import KeyFile
 from octavo.service.address import is_loopback
+from octavo.service.memory import MemoryCeiling
 
 from scheduler_svc.admission.access import Access
 from scheduler_svc.admission.admission import Admission, InputProcessor
@@ -49,7 +50,9 @@ class SchedulerProcess:
         self._grace_over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
+        self._ceiling = MemoryCeiling(settings.server.max_rss_bytes)
         self.metrics = SchedulerMetrics()
+        self.metrics.max_rss.set(self._ceiling.max_rss_bytes)
         self.metrics.price.set(settings.observability.price_per_gpu_hour or 0.0)
         self.accounts = Accounts(self.metrics, time.monotonic)
         self.tenants = self.accounts.tenants
@@ -66,7 +69,7 @@ class SchedulerProcess:
 
         self.access = Access(self.metrics)
         self._key_file = self._load_keys()
-        gate = LoadGate(self.models, self.driver, settings.queue)
+        gate = LoadGate(self.models, self.driver, self._ceiling, settings.queue)
         self._inputs = InputProcessor(self.models, self.pool, gate, settings.access)
         self._admission = Admission(self.access, gate, self._inputs, self.driver, self.accounts)
 
@@ -190,6 +193,7 @@ class SchedulerProcess:
             self._pins,
             self.models,
             lambda: key_file.problem if key_file is not None else None,
+            self._ceiling,
         )
         return StatusCollector(self.scheduler_id, sources, self._settings.observability.price_per_gpu_hour)
 

@@ -183,6 +183,10 @@ class Status:
     """What leads to `level`, one entry per model; empty when the ladder is off."""
     key_file_problem: str | None = None
     """Why the key file as it is now cannot be used; the last good one is in force."""
+    rss_bytes: int = 0
+    """Resident memory of the scheduler."""
+    max_rss_bytes: int = 0
+    """That at which it refuses new requests; 0 when it does not say."""
     pins: tuple[PinStatus, ...] = ()
     """By model and name."""
     models: tuple[ModelInfo, ...] = ()

@@ -90,8 +90,10 @@ class Admission:
         """Return who pays for tokenizing so much that is no prompt.
 
         Raises:
-            ServiceError: the key is no good, or its tenant is over its quota.
+            ServiceError: the key is no good, its tenant is over its quota, or there is no memory.
         """
+        if (error := self._gate.no_memory()) is not None:
+            raise error
         quotas = self.caller(api_key)
         quotas.check_text(size_bytes, self._accounts.clock())
         return self._payer(quotas, "text of ")
@@ -122,12 +124,14 @@ class Admission:
         tenant, stream, now = incoming.caller, incoming.stream, self._accounts.clock()
         if isinstance(tenant, ServiceError):
             return None
-        state = self._tenants.state(tenant, now)
-        error = state.refusal(incoming.estimate, now)
-        if error is not None:
-            state.count_refusal(error)
-        else:
-            error = self._gate.refusal(incoming, now)
+        error = self._gate.no_memory()
+        if error is None:
+            state = self._tenants.state(tenant, now)
+            error = state.refusal(incoming.estimate, now)
+            if error is not None:
+                state.count_refusal(error)
+            else:
+                error = self._gate.refusal(incoming, now)
         if error is not None:
             priority = incoming.message.terms.priority
             self._accounts.refused(stream.transport, priority, tenant.name, error.reason)

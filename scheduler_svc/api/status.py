@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Final
 
 from octavo.protocol.convert import priority_to_proto
+from octavo.service.memory import MemoryCeiling, rss_bytes
 from octavo.v1 import operations_pb2
 
 from scheduler_svc.api.convert import model_to_proto
@@ -33,6 +34,7 @@ class StatusSources:
     pins: PinRegistry
     models: ModelRegistry
     key_file_problem: Callable[[], str | None]
+    ceiling: MemoryCeiling
 
 
 class StatusCollector:
@@ -65,6 +67,8 @@ class StatusCollector:
             rates=self._rates(sum(worker.devices for worker in workers)),
             tenants=map(_tenant, accounts.tenants),
             key_file_problem=sources.key_file_problem(),
+            rss_bytes=rss_bytes(),
+            max_rss_bytes=sources.ceiling.max_rss_bytes,
             pins=self._pin_status(snapshot),
             models=map(model_to_proto, sources.models),
         )

@@ -370,6 +370,8 @@ def status(message: operations_pb2.Status) -> Status:
         tenants=tuple(_tenant(one) for one in message.tenants),
         overload=tuple(_overload(one) for one in message.overload),
         key_file_problem=given(message, "key_file_problem"),
+        rss_bytes=message.rss_bytes,
+        max_rss_bytes=message.max_rss_bytes,
         pins=tuple(PinStatus(one.name, one.model, one.blocks, tuple(one.workers)) for one in message.pins),
         models=tuple(model_info(one) for one in message.models),
     )

@@ -97,6 +97,11 @@ def show(status: Status, points: Sequence[HistoryPoint] | None = None) -> str:
     if status.key_file_problem is not None:
         problem = f"key file  cannot be used, the last good one is in force: {status.key_file_problem}"
         lines.append(output.paint(problem, "red"))
+    if status.rss_bytes >= status.max_rss_bytes > 0:
+        problem = (
+            f"memory  {status.rss_bytes >> 20} MiB of {status.max_rss_bytes >> 20}: requests are refused"
+        )
+        lines.append(output.paint(problem, "red"))
     lines += ["", _workers(status), *_limits(status), *_models(status)]
     if status.tenants and [tenant.tenant for tenant in status.tenants] != ["anonymous"]:
         lines += ["", _tenants(status)]

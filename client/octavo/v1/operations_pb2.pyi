@@ -183,6 +183,8 @@ class Status(google.protobuf.message.Message):
     OVERLOAD_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
     MODELS_FIELD_NUMBER: builtins.int
+    RSS_BYTES_FIELD_NUMBER: builtins.int
+    MAX_RSS_BYTES_FIELD_NUMBER: builtins.int
     scheduler_id: builtins.str
     version: builtins.str
     uptime_s: builtins.float
@@ -193,6 +195,9 @@ class Status(google.protobuf.message.Message):
     live_requests: builtins.int
     key_file_problem: builtins.str
     """Why the key file as it is now cannot be used. The last good one is in force meanwhile."""
+    rss_bytes: builtins.int
+    """Resident memory of the scheduler, and that at which it refuses new requests."""
+    max_rss_bytes: builtins.int
     @property
     def queues(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QueueStatus]: ...
     @property
@@ -243,9 +248,11 @@ class Status(google.protobuf.message.Message):
         overload: collections.abc.Iterable[global___OverloadStatus] | None = ...,
         pins: collections.abc.Iterable[global___PinStatus] | None = ...,
         models: collections.abc.Iterable[octavo.v1.generation_pb2.Model] | None = ...,
+        rss_bytes: builtins.int = ...,
+        max_rss_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "key_file_problem", b"key_file_problem", "rates", b"rates"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "models", b"models", "outcomes", b"outcomes", "overload", b"overload", "pins", b"pins", "queues", b"queues", "rates", b"rates", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "max_rss_bytes", b"max_rss_bytes", "models", b"models", "outcomes", b"outcomes", "overload", b"overload", "pins", b"pins", "queues", b"queues", "rates", b"rates", "rss_bytes", b"rss_bytes", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_key_file_problem", b"_key_file_problem"]) -> typing.Literal["key_file_problem"] | None: ...
 
 global___Status = Status

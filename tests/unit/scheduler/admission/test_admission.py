@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from octavo.keys import KeyFile
 from octavo.protocol.keys import chain
+from octavo.service.memory import MemoryCeiling
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.admission.access import Access
@@ -57,7 +58,7 @@ async def test_request_whose_key_is_not_known_is_told_so_and_counted_once() -> N
     access, accounts = Access(metrics), Accounts(metrics, time.monotonic)
     access.key_file = KeyFile.parse("")
     models = ModelRegistry(cast("TokenizerPool", None))
-    gate = LoadGate(models, driver, SchedulerSettings.load({}).queue)
+    gate = LoadGate(models, driver, MemoryCeiling(None), SchedulerSettings.load({}).queue)
     admission = Admission(access, gate, cast("InputProcessor", None), driver, accounts)
     stream = ClientStream(GenerateOutbox(1 << 20), "generate", None, "octavo_unknown")
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 from octavo.keys import Tenant
+from octavo.service.memory import MemoryCeiling
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
@@ -54,10 +55,16 @@ class Core:
         return self.limits
 
 
-def gate() -> tuple[LoadGate, Core, Models]:
+def gate(ceiling: MemoryCeiling | None = None) -> tuple[LoadGate, Core, Models]:
     core, models = Core(), Models()
     settings = SchedulerSettings.load({"queue_timeout_standard_s": 7.0})
-    return LoadGate(cast("ModelRegistry", models), cast("CoreDriver", core), settings.queue), core, models
+    made = LoadGate(
+        cast("ModelRegistry", models),
+        cast("CoreDriver", core),
+        ceiling or MemoryCeiling(None),
+        settings.queue,
+    )
+    return made, core, models
 
 
 def incoming(load: LoadGate, message: pb.GenerateRequest, *, paced: bool = False) -> IncomingRequest:
@@ -184,3 +191,16 @@ def test_estimate_comes_from_the_size_of_the_input(message: pb.GenerateRequest, 
     message.sampling.max_tokens, message.sampling.n = 7, 3
     estimate = incoming(load, message).estimate
     assert (estimate.output, estimate.choices) == (7, 3)
+
+
+def test_nothing_is_taken_at_the_memory_ceiling_and_something_is_below_it() -> None:
+    rss = [500]
+    load, _, _ = gate(MemoryCeiling(1000, lambda: rss[0], iter(range(9)).__next__))
+    assert load.no_memory() is None
+    rss[0] = 1000
+    error = load.no_memory()
+    assert error is not None
+    assert (error.reason, error.metadata["max_rss_bytes"]) == ("MEMORY_FULL", "1000")
+    assert error.retry_after_s
+    rss[0] = 999
+    assert load.no_memory() is None
