@@ -98,10 +98,8 @@ def show(status: Status, points: Sequence[HistoryPoint] | None = None) -> str:
         problem = f"key file  cannot be used, the last good one is in force: {status.key_file_problem}"
         lines.append(output.paint(problem, "red"))
     if status.rss_bytes >= status.max_rss_bytes > 0:
-        problem = (
-            f"memory  {status.rss_bytes >> 20} MiB of {status.max_rss_bytes >> 20}: requests are refused"
-        )
-        lines.append(output.paint(problem, "red"))
+        mib = f"{status.rss_bytes >> 20} of {status.max_rss_bytes >> 20} MiB"
+        lines.append(output.paint(f"memory  {mib}: new requests are refused", "red"))
     lines += ["", _workers(status), *_limits(status), *_models(status)]
     if status.tenants and [tenant.tenant for tenant in status.tenants] != ["anonymous"]:
         lines += ["", _tenants(status)]
