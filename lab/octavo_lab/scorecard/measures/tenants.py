@@ -1,23 +1,35 @@
-"""What the service withstands: quotas that charge what was computed."""
+"""Tenants beside each other: what they are charged, and what one feels of another's worst."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import re
+import subprocess
+import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Final, cast
 
 import grpc.aio
+import numpy as np
 from octavo.aio import AsyncClient
 from octavo.keys import hash_of, new_key
 from octavo.stack import Stack
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc
 
+from octavo_lab.load.arrivals import Poisson
+from octavo_lab.load.records import Outcome, RunRecord
+from octavo_lab.load.target import LoadTarget
+from octavo_lab.load.targets.octavo import OctavoTarget
+from octavo_lab.load.targets.openai import OpenAiConfig, OpenAiTarget
+from octavo_lab.overload.drive import Mix, drive
 from octavo_lab.scorecard import Measurement, at_most, entry, system
 
 _SIM: Final = ("--runner", "sim", "--sim-speed", "8")
@@ -72,6 +84,106 @@ def request(number: int, prompt: int, output: int, **fields: Any) -> pb.Generate
     return made
 
 
+# -- neighbours
+
+_CALM_S: Final = 30.0
+_STORM_S: Final = 60.0
+_SMALLEST: Final = """
+requests_in_flight = 1
+requests_per_minute = 60
+tokens_per_minute = 3000
+waiting_requests = 1
+waiting_tokens = 1000
+tokenizer_bytes_per_minute = 1_000_000
+"""
+_LOAD: Final = Mix(prompt_tokens=(64, 192), output_tokens=(32, 96), vocabulary=(3, 250))
+
+
+@entry("hardening.neighbour_ttft_ratio", "ratio", at_most(1.5), long=True)
+async def neighbour_ttft_ratio() -> Measurement:
+    """P99 time to first token of a tenant beside four processes that do their worst, over the calm one
+
+    Two are strangers without a key, two a tenant with the smallest quotas; for a minute. The worse of both
+    doors; infinite when something of the tenant's was refused or failed.
+    """
+    return await _beside_attackers("ttft")
+
+
+@entry("hardening.neighbour_itl_ratio", "ratio", at_most(1.5), long=True)
+async def neighbour_itl_ratio() -> Measurement:
+    """P99 time between tokens of a tenant beside four processes that do their worst, over the calm one
+
+    As above. OCTAVO_ATTACKS, a shell-style pattern on their names, looks for the one that does the harm.
+    """
+    return await _beside_attackers("itl")
+
+
+async def _beside_attackers(figure: str) -> Measurement:
+    keys = Keys(neighbour="", poor=_SMALLEST)
+    with guarded(keys, model="sim", worker_args=("--runner", "sim"), gateway_port=0) as stack:
+        http = OpenAiConfig(base_url=system.base_url(stack), api_key=keys["neighbour"])
+        async with (
+            OctavoTarget(stack.endpoint, api_key=keys["neighbour"]) as grpc_door,
+            OpenAiTarget(http) as http_door,
+        ):
+            doors: dict[str, LoadTarget] = {"grpc": grpc_door, "http": http_door}
+            calm = await _load(doors, _CALM_S)
+            attackers = [_attacker(stack, key) for key in ("", "", keys["poor"], keys["poor"])]
+            try:
+                storm = await _load(doors, _STORM_S)
+            finally:
+                answers = [await _answers(one) for one in attackers]
+    ratios = {door: storm[door][figure] / calm[door][figure] for door in doors}
+    unharmed = all(found["bad"] == 0 for found in storm.values())
+    details = {"calm": calm, "storm": storm, "ratios": ratios, "answers": answers}
+    return Measurement(max(ratios.values()) if unharmed else math.inf, details)
+
+
+async def _load(doors: Mapping[str, LoadTarget], seconds: float) -> dict[str, dict[str, Any]]:
+    """Drive both doors for so long; return P99s in seconds, and what did not end well, by door."""
+    drives = (
+        drive(door, _LOAD, Poisson(2.0), warm_up_s=3.0, seconds=seconds, seed=seed)
+        for seed, door in enumerate(doors.values(), 7)
+    )
+    return dict(zip(doors, map(_figures, await asyncio.gather(*drives)), strict=True))
+
+
+def _figures(run: RunRecord) -> dict[str, Any]:
+    ok = [one for one in run.measured if one.outcome is Outcome.OK]
+    bad = Counter(f"{one.outcome} {one.reason}" for one in run.measured if one.outcome is not Outcome.OK)
+    gaps = [gap for one in ok for gap in one.gaps_s]
+    first = [one.ttft_s for one in ok if one.ttft_s is not None]
+    p99 = {name: _p99(values) for name, values in (("ttft", first), ("itl", gaps))}
+    return {**p99, "requests": len(run.measured), "bad": bad.total(), "reasons": dict(bad.most_common(5))}
+
+
+def _p99(values: Sequence[float]) -> float:
+    """Return the P99, infinite of nothing."""
+    return float(np.quantile(values, 0.99)) if values else math.inf
+
+
+def _attacker(stack: Stack, key: str) -> subprocess.Popen[bytes]:
+    arguments = ("octavo_lab.scorecard.attackers", stack.endpoint, system.gateway(stack).address)
+    return subprocess.Popen(  # noqa: S603 # our own module
+        (sys.executable, "-m", *arguments, str(_STORM_S), os.environ.get("OCTAVO_ATTACKS", "*")),
+        env={**os.environ, "OCTAVO_API_KEY": key},
+        stdout=subprocess.PIPE,
+    )
+
+
+async def _answers(attacker: subprocess.Popen[bytes]) -> dict[str, int]:
+    """Return how often an attacker was answered with what."""
+    try:
+        said, _ = await asyncio.to_thread(attacker.communicate, timeout=60)
+    except subprocess.TimeoutExpired:
+        attacker.kill()
+        return {"it hangs": 1}
+    return cast("dict[str, int]", json.loads(said or "{}"))
+
+
+# -- quotas
+
+
 @entry("hardening.quota_error", "ratio", at_most(0.01))
 async def quota_error() -> Measurement:
     """tokens and bytes that tenants were charged against what workers and tokenizers computed, off by
@@ -83,10 +195,9 @@ async def quota_error() -> Measurement:
     keys = Keys(**dict.fromkeys((*kinds, "tokenizing"), "tokens_per_minute = 4_000_000_000"))
     with guarded(keys, model="sim", worker_args=_SIM, metrics=True) as stack:
         async with generation(stack.endpoint) as stub, AsyncClient(stack.endpoint) as watcher:
-            *_, sent = await asyncio.gather(
-                *(run(stub, keys.metadata(name)) for name, run in kinds.items()),
-                _tokenize(stub, keys.metadata("tokenizing")),
-            )
+            tokenizing = asyncio.create_task(_tokenize(stub, keys.metadata("tokenizing")))
+            await asyncio.gather(*(run(stub, keys.metadata(name)) for name, run in kinds.items()))
+            sent = await tokenizing
             status = await system.until_idle(watcher, num_workers=1)
             said = system.metrics(f"http://{stack.metrics_addresses[stack.workers[0].name]}")
     computed = sum(map(float, re.findall(r"^octavo_worker_tokens_total\{.*\} (\S+)", said, re.MULTILINE)))
@@ -148,7 +259,7 @@ async def _paced(stub: Any, metadata: Any) -> None:
         first = 300_000 + 1000 * number
         sent = ended = 0
         while ended < 20:
-            message = await call.read()
+            message: pb.SessionEvent = await call.read()
             for _ in range(min(message.credits, 20 - sent)):
                 await call.write(pb.SessionRequest(generate=request(first + sent, 300, 40)))
                 sent += 1
