@@ -86,7 +86,14 @@ class Admission:
         """
         return self._tenants.state(self._access.authenticate(api_key, None), self._accounts.clock())
 
-    def text_payer(self, api_key: str | None, size_bytes: int) -> Payer:
+    async def pause_before_refusal(self, tenant: Tenant) -> None:
+        """Let a tenant that floods the service with calls over its quota wait for its refusals."""
+        now = self._accounts.clock()
+        pause_s = self._tenants.state(tenant, now).pause_before_refusal_s(now)
+        if pause_s:
+            await asyncio.sleep(pause_s)
+
+    async def text_payer(self, api_key: str | None, size_bytes: int) -> Payer:
         """Return who pays for tokenizing so much that is no prompt.
 
         Raises:
@@ -95,7 +102,11 @@ class Admission:
         if (error := self._gate.no_memory()) is not None:
             raise error
         quotas = self.caller(api_key)
-        quotas.check_text(size_bytes, self._accounts.clock())
+        try:
+            quotas.check_text(size_bytes, self._accounts.clock())
+        except ServiceError:
+            await self.pause_before_refusal(quotas.tenant)
+            raise
         return self._payer(quotas, "text of ")
 
     def _payer(self, quotas: TenantState, kind: str = "") -> Payer:

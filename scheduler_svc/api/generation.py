@@ -56,6 +56,8 @@ class GenerationService:
         incoming = self._admission.receive(request, stream)
         no_room = self._admission.refuse_at_once(incoming)
         if no_room is not None:
+            if no_room.reason == "QUOTA_EXCEEDED":
+                await self._admission.pause_before_refusal(incoming.tenant)
             raise no_room
         state = await self._admission.start(incoming, self._admission.open(stream))
         try:
@@ -91,7 +93,7 @@ class GenerationService:
         """Return the tokens of a text or a conversation."""
         request = accept(request)
         size_bytes = request.ByteSize()
-        payer = self._admission.text_payer(bearer_key(context.invocation_metadata()), size_bytes)
+        payer = await self._admission.text_payer(bearer_key(context.invocation_metadata()), size_bytes)
         model = self._models.find(request.model).model
         longest = model.max_model_len
         job: EncodeText | EncodeChat
@@ -119,7 +121,7 @@ class GenerationService:
         request = accept(request)
         model = self._models.find(request.model).model
         packed = pb.TokenIds(ids=request.token_ids).SerializeToString()
-        payer = self._admission.text_payer(bearer_key(context.invocation_metadata()), len(packed))
+        payer = await self._admission.text_payer(bearer_key(context.invocation_metadata()), len(packed))
         text = await self._pool.decode(Decode(model.text_key, packed, request.keep_special_tokens), payer)
         return pb.DetokenizeResponse(text=text)
 

@@ -24,6 +24,9 @@ _LEARNING_RATE: Final = 0.1
 _WINDOW_S: Final = 10.0
 _RETRY_S: Final = (0.05, 60.0)
 _UNKNOWN_RETRY_S: Final = 1.0
+_REFUSALS_PER_S: Final = 100.0
+"""Of one tenant, answered at once; each costs the service what a small request does."""
+_LONGEST_PAUSE_S: Final = 10.0
 
 
 class TokenEstimate(NamedTuple):
@@ -138,6 +141,8 @@ class TenantState:
         self._text = _bucket(None, tenant.quotas.tokenizer_bytes_per_minute, now)
         self.credits = 0
         """Requests that its paced sessions may send, and those sent that are not counted yet."""
+        self._refused_until = now
+        """When its refusals so far have been answered, at the pace they are answered at."""
         self._paced: deque[Callable[[], None]] = deque()
         """What grants each of its paced sessions more."""
 
@@ -172,6 +177,14 @@ class TenantState:
             return ServiceError.invalid(("sampling.n", f"{problem} at once, got {estimate.choices}"))
         found = self._excess(estimate, now)
         return self._exceeded(*found) if found is not None else None
+
+    def pause_before_refusal_s(self, now: float) -> float:
+        """Return how long to wait before a refusal is told: none, unless a flood of them comes.
+
+        Whoever asks again at once would else take up the service with refusing.
+        """
+        self._refused_until = max(self._refused_until, now - 1.0) + 1 / _REFUSALS_PER_S
+        return min(_LONGEST_PAUSE_S, max(0.0, self._refused_until - now))
 
     def check_text(self, size_bytes: int, now: float) -> None:
         """Refuse to tokenize more than the quota allows.

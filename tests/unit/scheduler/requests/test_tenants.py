@@ -202,6 +202,15 @@ def test_tokenizers_are_charged_by_the_byte() -> None:
     take(tenant, 1.0, text_bytes=100)
 
 
+def test_flood_of_refusals_is_answered_at_a_pace_and_a_few_at_once() -> None:
+    tenant = state(requests_in_flight=1)
+    pauses = [tenant.pause_before_refusal_s(5.0) for _ in range(2000)]
+    assert pauses[:100] == [0.0] * 100
+    assert pauses[199] == pytest.approx(1.0)
+    assert max(pauses) == 10.0
+    assert tenant.pause_before_refusal_s(60.0) == 0.0
+
+
 def test_credits_of_all_paced_sessions_together_keep_to_the_quotas() -> None:
     tenant, unused, rng = state(waiting_requests=4), [0] * 40, random.Random(5)
 
