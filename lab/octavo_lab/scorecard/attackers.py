@@ -234,9 +234,9 @@ class Attacker:
 def main() -> None:
     """Attack, beside others: what costs time is the service's, so this gives way."""
     os.nice(19)
-    scheduler, gateway, seconds, *only = sys.argv[1:]
+    scheduler, gateway, seconds, only = (*sys.argv[1:], "*")[:4]
     key = os.environ.get("OCTAVO_API_KEY") or None
-    attacker = Attacker(scheduler, gateway, time.monotonic() + float(seconds), key, *only)
+    attacker = Attacker(scheduler, gateway, time.monotonic() + float(seconds), key, only)
     asyncio.run(attacker.run())
     print(json.dumps(attacker.answers))
 
