@@ -72,6 +72,11 @@ class SchedulerServerSection(ServerSection):
     max_backlog_bytes: Count = Field(
         1 << 20, description="output that waits for one slow client; beyond it the stream is cut"
     )
+    max_rss_bytes: Count | None = Field(
+        None,
+        description="resident memory at which new requests are refused "
+        "(default: 80 % of what the machine, or the container, has)",
+    )
 
 
 class AccessSection(Section):

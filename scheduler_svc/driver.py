@@ -18,6 +18,7 @@ from octavo.protocol.steps import Plan, Report
 
 from scheduler_svc.core.core import SchedulerCore
 from scheduler_svc.core.effects import (
+    ChargeTenant,
     DetachWorker,
     Effect,
     EmitTokens,
@@ -211,6 +212,8 @@ class CoreDriver:
             match effect:
                 case EmitTokens():
                     self._emit(effect, effects, stopped)
+                case ChargeTenant():
+                    self._charge(effect)
                 case SendPlan() | SendCancel() | DetachWorker():
                     self._instruct(effect)
                 case RequestAccepted():
@@ -240,6 +243,15 @@ class CoreDriver:
                 del self._connections[effect.worker_id]
                 connection.detach(effect.reason)
 
+    def _charge(self, charge: ChargeTenant) -> None:
+        """Charge what was computed to the request, or to its tenant when the request has ended."""
+        state, now = self._requests.get(charge.request_id), self._clock()
+        lease = state.account.lease if state is not None else None
+        if lease is not None:
+            lease.computed(charge.prompt_tokens, charge.output_tokens, now)
+        else:
+            self._accounts.tenants.charge_late(charge.tenant, charge.prompt_tokens, charge.output_tokens, now)
+
     def _emit(self, emit: EmitTokens, effects: list[Effect], stopped: list[tuple[str, int]]) -> None:
         """Hand out the tokens of a step."""
         # The stop token of a choice is not shown; the effect that names it comes later in the list.
@@ -256,6 +268,8 @@ class CoreDriver:
             if state is None:
                 continue
             count += len(token_ids)
+            if (lease := state.account.lease) is not None:
+                lease.computed(0, len(token_ids), now)
             try:
                 hide_last = (request_id, choice) in last_is_stop
                 if state.on_tokens(delta, now, gaps, hide_last=hide_last):

@@ -35,6 +35,7 @@ CODES: Final[Mapping[str, grpc.StatusCode]] = MappingProxyType(
         # The service has no room.
         Reason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUOTA_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "MEMORY_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
         Reason.SHED: grpc.StatusCode.RESOURCE_EXHAUSTED,
         Reason.BREAKER_OPEN: grpc.StatusCode.RESOURCE_EXHAUSTED,
         Reason.DEADLINE_INFEASIBLE: grpc.StatusCode.RESOURCE_EXHAUSTED,

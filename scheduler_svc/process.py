@@ -12,6 +12,7 @@ import structlog
 from octavo.keys import KeyFile
 from octavo.service.address import is_loopback
 from octavo.service.loop_lag import LoopLag
+from octavo.service.memory import MemoryCeiling
 
 from scheduler_svc.admission.access import Access
 from scheduler_svc.admission.admission import Admission, InputProcessor
@@ -32,7 +33,6 @@ from scheduler_svc.fleet.workers import Fleet
 from scheduler_svc.observe.metrics import PlanLogCollector, SchedulerMetrics, serve_metrics
 from scheduler_svc.planlog import PlanLogWriter, RecordingCore
 from scheduler_svc.requests.accounts import Accounts
-from scheduler_svc.requests.tenants import Tenants
 from scheduler_svc.text.tokenizer_pool import MAX_PENDING, TokenizerPool
 
 log = structlog.get_logger()
@@ -51,11 +51,13 @@ class SchedulerProcess:
         self._grace_over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
+        self._ceiling = MemoryCeiling(settings.server.max_rss_bytes)
         self.metrics = SchedulerMetrics()
         self._lag = LoopLag(self.metrics.registry)
+        self.metrics.max_rss.set(self._ceiling.max_rss_bytes)
         self.metrics.price.set(settings.observability.price_per_gpu_hour or 0.0)
         self.accounts = Accounts(self.metrics, time.monotonic)
-        self.tenants = Tenants(self.metrics)
+        self.tenants = self.accounts.tenants
         core = _make_core(settings)
         self.driver = CoreDriver(core, self.accounts, self.metrics)
         self._plan_log = core.plan_log if isinstance(core, RecordingCore) else None
@@ -73,9 +75,9 @@ class SchedulerProcess:
 
         self.access = Access(self.metrics)
         self._key_file = self._load_keys()
-        gate = LoadGate(self.models, self.driver, settings.queue)
+        gate = LoadGate(self.models, self.driver, self._ceiling, settings.queue)
         self._inputs = InputProcessor(self.models, self.pool, gate, settings.access)
-        self._admission = Admission(self.access, self.tenants, gate, self._inputs, self.driver, self.accounts)
+        self._admission = Admission(self.access, gate, self._inputs, self.driver, self.accounts)
 
         self._status = self._make_status()
         server = settings.server
@@ -195,12 +197,12 @@ class SchedulerProcess:
         sources = StatusSources(
             self.driver,
             self.accounts,
-            self.tenants,
             self.fleet,
             self._pins,
             self.models,
             lambda: key_file.problem if key_file is not None else None,
             self._plan_log,
+            self._ceiling,
         )
         return StatusCollector(self.scheduler_id, sources, self._settings.observability.price_per_gpu_hour)
 

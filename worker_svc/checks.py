@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 from octavo.checks.finding import Check, Finding, failed, fine, warning
+from octavo.service.control_groups import cpu_quota
+from octavo.service.memory import limit_bytes
 
 from worker_svc.models.demo_model import PACKAGE, WHEEL_BYTES, demo_model_path, is_intact
-from worker_svc.runner.control_groups import cpu_quota
-from worker_svc.runner.host_memory import available_bytes, limit_bytes
+from worker_svc.runner.host_memory import available_bytes
 from worker_svc.runner.vllm import installed
 
 if TYPE_CHECKING:

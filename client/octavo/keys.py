@@ -52,6 +52,8 @@ class Quotas:
     """Requests without output yet."""
     waiting_tokens: int | None = None
     """Prompt tokens of those."""
+    tokenizer_bytes_per_minute: int | None = None
+    """Input for tokenizers: prompts, and what is to be tokenized or detokenized."""
 
 
 QUOTAS: Final = tuple(one.name for one in fields(Quotas))

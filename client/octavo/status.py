@@ -92,14 +92,16 @@ class TenantStatus:
     weight: float
     requests_in_flight: int
     waiting_requests: int
-    """Requests without output yet."""
+    """Requests without output yet. A request for n choices counts as n."""
     waiting_tokens: int
-    """Prompt tokens of those."""
+    """Tokens to be computed before those have output."""
     arrivals: int
     over_quota: int
     """Of the arrivals, refused for a quota."""
     prompt_tokens: int
     output_tokens: int
+    tokenized_bytes: int
+    """Input that tokenizers have worked on."""
     quotas: Quotas
 
 
@@ -196,6 +198,10 @@ class Status:
     """Lines of the scheduler's own log that could not be written, since start."""
     plan_log: PlanLogStatus | None = None
     """None without a plan log."""
+    rss_bytes: int = 0
+    """Resident memory of the scheduler."""
+    max_rss_bytes: int = 0
+    """That at which it refuses new requests; 0 when it does not say."""
     pins: tuple[PinStatus, ...] = ()
     """By model and name."""
     models: tuple[ModelInfo, ...] = ()

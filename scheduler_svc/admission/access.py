@@ -39,8 +39,8 @@ class Access:
         self.key_file: KeyFile | None = None
         """The one in force; replaced as a whole."""
 
-    def authenticate(self, key: str | None, role: Role = Role.USER) -> Tenant:
-        """Return the tenant in whose name a request with this key runs.
+    def authenticate(self, key: str | None, role: Role | None = Role.USER) -> Tenant:
+        """Return the tenant in whose name a request with this key runs. Without a role any key will do.
 
         Raises:
             ServiceError: there is no key, it is not known, or lacks the role.

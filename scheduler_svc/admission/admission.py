@@ -20,7 +20,9 @@ import structlog
 from octavo.keys import Tenant
 from octavo.protocol.convert import keys_from_proto
 from octavo.protocol.keys import chain, root_key
+from octavo.protocol.steps import Priority
 from octavo.sampling import SamplingParams
+from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.admission.access import Access
@@ -42,15 +44,13 @@ from scheduler_svc.requests.messages import (
 )
 from scheduler_svc.requests.outbox import ClientStream
 from scheduler_svc.requests.state import PreparedRequest, RequestState
-from scheduler_svc.requests.tenants import Tenants
+from scheduler_svc.requests.tenants import TenantState
 from scheduler_svc.text.tokenization import EncodeChat, Encoded, EncodeJob, EncodeText, KeySpec, TakeTokens
-from scheduler_svc.text.tokenizer_pool import TokenizerPool
+from scheduler_svc.text.tokenizer_pool import NOBODY, Payer, TokenizerPool
 from scheduler_svc.text.trimming import TrimSpec
 
 _log = structlog.get_logger()
 
-# Making Python integers of this many tokens takes a few hundred microseconds.
-_SLICE_TOKENS: Final = 8192
 _AT_ONCE_BYTES: Final = 128 << 10
 """A larger message is converted by a thread: to read a text of 16 MiB takes some ten milliseconds."""
 # The client ends the call at its gRPC deadline; the scheduler has to end it earlier to be heard.
@@ -63,14 +63,13 @@ class Admission:
     def __init__(
         self,
         access: Access,
-        tenants: Tenants,
         gate: LoadGate,
         inputs: InputProcessor,
         driver: CoreDriver,
         accounts: Accounts,
     ) -> None:
         self._access = access
-        self._tenants = tenants
+        self._tenants = accounts.tenants
         self._gate = gate
         self._inputs = inputs
         self._driver = driver
@@ -81,13 +80,46 @@ class Admission:
         """Account for an arrival."""
         return self._accounts.open(stream.transport)
 
-    def max_requests(self, stream: ClientStream) -> int | None:
-        """Return how many requests the call's own tenant may have at once; None is without limit."""
-        return self._access.max_requests(stream.api_key)
+    def caller(self, api_key: str | None) -> TenantState:
+        """Return the books of a call's own tenant, whatever its key allows.
+
+        Raises:
+            ServiceError: there is no key, or it is not known.
+        """
+        return self._tenants.state(self._access.authenticate(api_key, None), self._accounts.clock())
+
+    async def pause_before_refusal(self, tenant: Tenant) -> None:
+        """Let a tenant that floods the service with calls over its quota wait for its refusals."""
+        now = self._accounts.clock()
+        pause_s = self._tenants.state(tenant, now).pause_before_refusal_s(now)
+        if pause_s:
+            await asyncio.sleep(pause_s)
+
+    async def text_payer(self, api_key: str | None, size_bytes: int) -> Payer:
+        """Return who pays for tokenizing so much that is no prompt.
+
+        Raises:
+            ServiceError: the key is no good, its tenant is over its quota, or there is no memory.
+        """
+        if (error := self._gate.no_memory()) is not None:
+            raise error
+        quotas = self.caller(api_key)
+        try:
+            quotas.check_text(size_bytes, self._accounts.clock())
+        except ServiceError:
+            await self.pause_before_refusal(quotas.tenant)
+            raise
+        return self._payer(quotas, "text of ")
+
+    def _payer(self, quotas: TenantState, kind: str = "") -> Payer:
+        clock = self._accounts.clock
+        return Payer(kind + quotas.tenant.name, lambda size_bytes: quotas.charge_text(size_bytes, clock()))
 
     def receive(self, message: pb.GenerateRequest, stream: ClientStream) -> IncomingRequest:
         """Return what can be known of a request at once: whose it is, and about how large."""
         caller: Tenant | ServiceError
+        if stream.paced and not message.terms.priority:
+            message.terms.priority = common_pb2.PRIORITY_BATCH
         try:
             caller = self._access.authenticate(
                 message.api_key if message.HasField("api_key") else stream.api_key
@@ -105,12 +137,14 @@ class Admission:
         tenant, stream, now = incoming.caller, incoming.stream, self._accounts.clock()
         if isinstance(tenant, ServiceError):
             return None
-        state = self._tenants.state(tenant, now)
-        error = state.refusal(incoming.estimate, now, paced=stream.paced)
-        if error is not None:
-            state.count_refusal(error)
-        else:
-            error = self._gate.refusal(incoming, now)
+        error = self._gate.no_memory()
+        if error is None:
+            state = self._tenants.state(tenant, now)
+            error = state.refusal(incoming.estimate, now)
+            if error is not None:
+                state.count_refusal(error)
+            else:
+                error = self._gate.refusal(incoming, now)
         if error is not None:
             priority = incoming.message.terms.priority
             self._accounts.refused(stream.transport, priority, tenant.name, error.reason)
@@ -135,9 +169,10 @@ class Admission:
             call = await _convert(incoming.message)
             account.request_id = call.request_id
             quotas = self._tenants.state(tenant, account.arrival)
-            account.lease = quotas.take(incoming.estimate, account.arrival, paced=stream.paced)
+            account.lease = quotas.take(incoming.estimate, account.arrival)
             core_id = f"{call.request_id}#{next(self._numbers)}"
-            prepared = await self._inputs.prepare(call, core_id, incoming, account.arrival)
+            payer = self._payer(quotas)
+            prepared = await self._inputs.prepare(call, core_id, incoming, account.arrival, payer)
             state = RequestState(prepared, stream.outbox, account)
             await state.resume()
         except ServiceError as error:
@@ -174,7 +209,7 @@ class InputProcessor:
         self._salt_secret = settings.cache_secret.get_secret_value().encode()
 
     async def prepare(
-        self, call: GenerateCall, core_id: str, incoming: IncomingRequest, arrival: float
+        self, call: GenerateCall, core_id: str, incoming: IncomingRequest, arrival: float, payer: Payer
     ) -> PreparedRequest:
         """Return the request for the core.
 
@@ -183,6 +218,7 @@ class InputProcessor:
             core_id: its name in the core, unique among all streams.
             incoming: what else is known of it.
             arrival: when it came, in monotonic seconds.
+            payer: who pays for the tokenizer.
 
         Raises:
             ServiceError: the model is unknown, or the request does not fit it; fields are named.
@@ -194,8 +230,10 @@ class InputProcessor:
         trim = limits.trim if limits is not None else None
         # Read once: it changes with the fleet, also while the prompt is being tokenized.
         context = model.max_model_len
-        encoded = await self._encode(call, model.text_key, context, keys, trim)
-        prompt = await _unpack(encoded.token_ids)
+        job, size_bytes = _encode_job(call, model.text_key, context, keys, trim)
+        encoded = await self.encode(job, size_bytes, payer)
+        prompt = array("I")
+        prompt.frombytes(encoded.token_ids)
         resolved = _resolve(call, model, len(prompt), context)
         sampling = _clamp(resolved, limits.max_tokens if limits is not None else None)
         prompt_keys = keys_from_proto(encoded.keys)
@@ -213,7 +251,7 @@ class InputProcessor:
             resumed={choice: resumed.token_ids for choice, resumed in call.resumed.items()},
             finished_choices=call.finished_choices,
             resumed_keys=await _resumed_keys(call.resumed, prompt, prompt_keys, keys),
-            paced=incoming.stream.paced,
+            paced=incoming.stream.paced and terms.priority is Priority.BATCH,
             adapter=target.adapter,
             may_shed=terms.may_shed,
             queue_deadline=self._queue_deadline(terms, arrival),
@@ -229,9 +267,9 @@ class InputProcessor:
             clamped_max_tokens=sampling.max_tokens if lowered else None,
         )
 
-    async def encode(self, job: EncodeJob, size_bytes: int) -> Encoded:
+    async def encode(self, job: EncodeJob, size_bytes: int, payer: Payer = NOBODY) -> Encoded:
         """Return the tokens of an input; raises as `TokenizerPool.encode` does."""
-        return await self._pool.encode(job, size_bytes)
+        return await self._pool.encode(job, size_bytes, payer)
 
     def root_key(self, target: ModelTarget, tenant: str, cache_salt: str) -> bytes:
         """Return the root of a prompt's block keys: what it is shared among.
@@ -243,18 +281,6 @@ class InputProcessor:
         salt = hmac.digest(self._salt_secret, message, hashlib.sha256)
         model = target.model
         return root_key(model.revision, target.adapter or "", model.kv_dtype, model.block_size, salt)
-
-    async def _encode(
-        self, call: GenerateCall, text_key: str, context: int, keys: KeySpec, trim: TrimSpec | None
-    ) -> Encoded:
-        match call.prompt:
-            case TextPrompt(text):
-                return await self.encode(EncodeText(text_key, context, text, keys=keys, trim=trim), len(text))
-            case ChatPrompt(packed):
-                return await self.encode(EncodeChat(text_key, context, packed, keys, trim=trim), len(packed))
-            case _:
-                packed = call.prompt.packed
-                return await self.encode(TakeTokens(text_key, context, packed, keys, trim), len(packed))
 
     def _queue_deadline(self, terms: ServiceTerms, arrival: float) -> float | None:
         timeout_s = terms.queue_timeout_s
@@ -270,6 +296,21 @@ async def _convert(message: pb.GenerateRequest) -> GenerateCall:
     return await asyncio.to_thread(generate_from_proto, message)
 
 
+def _encode_job(
+    call: GenerateCall, text_key: str, context: int, keys: KeySpec, trim: TrimSpec | None
+) -> tuple[EncodeJob, int]:
+    """Return what makes tokens of a prompt, and the size of the prompt in bytes."""
+    match call.prompt:
+        case TextPrompt(text):
+            size_bytes = len(text) if text.isascii() else len(text.encode())
+            return EncodeText(text_key, context, text, keys=keys, trim=trim), size_bytes
+        case ChatPrompt(packed):
+            return EncodeChat(text_key, context, packed, keys, trim=trim), len(packed)
+        case _:
+            packed = call.prompt.packed
+            return TakeTokens(text_key, context, packed, keys, trim), len(packed)
+
+
 def _deadline(terms: ServiceTerms, arrival: float, rpc_deadline: float | None) -> float | None:
     if terms.deadline_s is not None or rpc_deadline is None:
         return _after(arrival, terms.deadline_s)
@@ -280,19 +321,8 @@ def _after(start: float, delay_s: float | None) -> float | None:
     return start + delay_s if delay_s is not None else None
 
 
-async def _unpack(packed: bytes) -> list[int]:
-    """Return token ids as integers. Others get a turn in between when there are many."""
-    packed_ids = array("I")
-    packed_ids.frombytes(packed)
-    ids = packed_ids[:_SLICE_TOKENS].tolist()
-    for start in range(_SLICE_TOKENS, len(packed_ids), _SLICE_TOKENS):
-        await asyncio.sleep(0)
-        ids += packed_ids[start : start + _SLICE_TOKENS].tolist()
-    return ids
-
-
 async def _resumed_keys(
-    resumed: Mapping[int, ResumedChoice], prompt: list[int], prompt_keys: tuple[bytes, ...], keys: KeySpec
+    resumed: Mapping[int, ResumedChoice], prompt: array[int], prompt_keys: tuple[bytes, ...], keys: KeySpec
 ) -> dict[int, tuple[bytes, ...]]:
     """Return the keys of all full blocks of choices that go on. Others get a turn after each."""
     parent = prompt_keys[-1] if prompt_keys else keys.root

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from octavo.keys import Tenant
 from octavo.protocol.steps import Priority
+from octavo.service.memory import RETRY_S, MemoryCeiling
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.config import QueueSection
@@ -92,8 +93,11 @@ class PendingRequest:
 class LoadGate:
     """Refuses what there is no room for, and says how far the rest may go."""
 
-    def __init__(self, models: ModelRegistry, driver: CoreDriver, settings: QueueSection) -> None:
+    def __init__(
+        self, models: ModelRegistry, driver: CoreDriver, ceiling: MemoryCeiling, settings: QueueSection
+    ) -> None:
         self._models = models
+        self._ceiling = ceiling
         self._driver = driver
         self.queue_timeout_s = settings.timeout_s
         self._pending: dict[str, tuple[int, int]] = {}
@@ -116,25 +120,38 @@ class LoadGate:
                 tokens = self._estimate(size, model)
         sampling = message.sampling
         output = sampling.max_tokens if sampling.HasField("max_tokens") else None
+        resumed = sum(len(choice.token_ids) for choice in message.resume)
         return IncomingRequest(
             message,
             stream,
             caller,
             model,
-            TokenEstimate(tokens, output, max(1, sampling.n)),
+            TokenEstimate(tokens, output, max(1, sampling.n), resumed, size or 4 * tokens),
             self._trimmed(tokens, message, model),
             size,
+        )
+
+    def no_memory(self) -> ServiceError | None:
+        """Return why nothing at all can be taken now, if so: what is here already needs the rest."""
+        if not self._ceiling.is_reached():
+            return None
+        limit = self._ceiling.max_rss_bytes
+        return ServiceError(
+            "MEMORY_FULL",
+            f"the scheduler's memory is at its ceiling of {limit >> 20} MiB",
+            retry_after_s=RETRY_S,
+            metadata={"max_rss_bytes": str(limit)},
         )
 
     def refusal(self, incoming: IncomingRequest, now: float) -> ServiceError | None:
         """Return why a request is refused for load, if so. One that is wrong in itself is let through."""
         model = incoming.model
-        if model is None or incoming.stream.paced:
-            return None
         terms = incoming.message.terms
         try:
             priority = Priority(terms.priority or Priority.STANDARD)
         except ValueError:
+            return None
+        if model is None or (incoming.stream.paced and priority is Priority.BATCH):
             return None
         timeout_s = self.queue_timeout_s[priority]
         if terms.HasField("queue_timeout_ms"):

@@ -56,6 +56,8 @@ class GenerationService:
         incoming = self._admission.receive(request, stream)
         no_room = self._admission.refuse_at_once(incoming)
         if no_room is not None:
+            if no_room.reason == "QUOTA_EXCEEDED":
+                await self._admission.pause_before_refusal(incoming.tenant)
             raise no_room
         state = await self._admission.start(incoming, self._admission.open(stream))
         try:
@@ -85,37 +87,42 @@ class GenerationService:
                 return
 
     @answering
-    async def tokenize(self, request: pb.TokenizeRequest | Malformed, _: Context) -> pb.TokenizeResponse:
+    async def tokenize(
+        self, request: pb.TokenizeRequest | Malformed, context: Context
+    ) -> pb.TokenizeResponse:
         """Return the tokens of a text or a conversation."""
         request = accept(request)
+        size_bytes = request.ByteSize()
+        payer = await self._admission.text_payer(bearer_key(context.invocation_metadata()), size_bytes)
         model = self._models.find(request.model).model
-        context = model.max_model_len
+        longest = model.max_model_len
         job: EncodeText | EncodeChat
         match request.WhichOneof("input"):
             case "text":
                 special = not request.HasField("add_special_tokens") or request.add_special_tokens
                 job = EncodeText(
-                    model.text_key, context, request.text, special, want_pieces=request.return_pieces
+                    model.text_key, longest, request.text, special, want_pieces=request.return_pieces
                 )
             case "chat":
                 packed = request.chat.SerializeToString()
-                job = EncodeChat(model.text_key, context, packed, want_pieces=request.return_pieces)
+                job = EncodeChat(model.text_key, longest, packed, want_pieces=request.return_pieces)
             case _:
                 raise ServiceError.invalid(("input", "one of text and chat must be set"))
-        encoded = await self._pool.encode(job, request.ByteSize())
+        encoded = await self._pool.encode(job, size_bytes, payer)
         token_ids = array("I")
         token_ids.frombytes(encoded.token_ids)
-        return pb.TokenizeResponse(token_ids=token_ids, pieces=encoded.pieces, max_model_len=context)
+        return pb.TokenizeResponse(token_ids=token_ids, pieces=encoded.pieces, max_model_len=longest)
 
     @answering
     async def detokenize(
-        self, request: pb.DetokenizeRequest | Malformed, _: Context
+        self, request: pb.DetokenizeRequest | Malformed, context: Context
     ) -> pb.DetokenizeResponse:
         """Return the text of tokens."""
         request = accept(request)
         model = self._models.find(request.model).model
         packed = pb.TokenIds(ids=request.token_ids).SerializeToString()
-        text = await self._pool.decode(Decode(model.text_key, packed, request.keep_special_tokens))
+        payer = await self._admission.text_payer(bearer_key(context.invocation_metadata()), len(packed))
+        text = await self._pool.decode(Decode(model.text_key, packed, request.keep_special_tokens), payer)
         return pb.DetokenizeResponse(text=text)
 
     @answering

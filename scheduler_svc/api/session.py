@@ -22,6 +22,7 @@ from scheduler_svc.fleet.models import ModelRegistry
 from scheduler_svc.requests.accounts import RequestAccount
 from scheduler_svc.requests.outbox import ClientStream, SessionOutbox
 from scheduler_svc.requests.state import RequestState
+from scheduler_svc.requests.tenants import TenantState
 
 _AT_ONCE: Final = 16
 """Requests of one message that are taken before others of the service have their turn."""
@@ -59,6 +60,8 @@ class ClientSession:
         self._models: set[str] = set()
         """Those that it has had requests for."""
         self._unused_credits = 0
+        self._tenant: TenantState | None = None
+        """Whose quotas bound its credits; None while it is not paced."""
         self._messages = 0
         self._reading = True
 
@@ -82,20 +85,23 @@ class ClientSession:
             raise
         finally:
             reader.cancel()
+            if self._tenant is not None:
+                self._tenant.leave(self.top_up, self._unused_credits)
             for request in self._requests.values():
                 self._drop(request)
             await asyncio.gather(reader, return_exceptions=True)
 
     def top_up(self) -> None:
         """Grant what a paced session may send beyond what it has live and unused."""
-        if not self._stream.paced:
+        if self._tenant is None:
             return
-        limit, quota = self._credit_limit(self._models), self._admission.max_requests(self._stream)
+        more = self._credit_limit(self._models) - self._unused_credits - len(self._requests)
+        quota = self._tenant.grantable(self._unused_credits)
         if quota is not None:
-            limit = min(limit, quota)
-        more = limit - self._unused_credits - len(self._requests)
+            more = min(more, quota)
         if more > 0:
             self._unused_credits += more
+            self._tenant.credits += more
             self._outbox.grant(more)
 
     # The client's side ---------------------------------------------------------------------------
@@ -114,7 +120,7 @@ class ClientSession:
 
     def _handle(self, message: SessionPart | Malformed) -> None:
         if isinstance(message, Malformed):
-            self._spend_credit()
+            self._settle_credit(spent=self._spend_credit())
             self._admission.open(self._stream).end(message.error.reason)
             self._refuse(message.request_id, message.error)
             return
@@ -131,6 +137,8 @@ class ClientSession:
             case "open" if self._messages == 0:
                 if message.open.paced:
                     self._stream = replace(self._stream, paced=True)
+                    self._tenant = self._admission.caller(self._stream.api_key)
+                    self._tenant.join(self.top_up)
                     self.top_up()
             case "open":
                 self._refuse("", ServiceError.invalid(("open", "must be the first message")))
@@ -143,12 +151,14 @@ class ClientSession:
         if message.request_id and message.request_id not in self._requests:
             no_room = self._admission.refuse_at_once(incoming)
             if no_room is not None:
+                self._settle_credit(spent=in_credit)
                 self._outbox.refuse(message.request_id, no_room.to_proto())
                 self.top_up()
                 return
         account = self._admission.open(self._stream)
         error = self._refusal(message, in_credit=in_credit)
         if error is not None:
+            self._settle_credit(spent=in_credit)
             account.request_id = message.request_id
             account.end(error.reason)
             self._refuse(message.request_id, error)
@@ -160,6 +170,7 @@ class ClientSession:
 
     def _started(self, request_id: str, account: RequestAccount, task: asyncio.Task[RequestState]) -> None:
         """An admission is over: cancelled perhaps before it began, failed, or the request is live."""
+        self._settle_credit(spent=True)
         error: BaseException | None = None
         if task.cancelled():
             account.end("SLOW_CONSUMER" if self._outbox.cut else "CANCELLED")
@@ -182,6 +193,11 @@ class ClientSession:
         spent = self._unused_credits > 0
         self._unused_credits -= spent
         return spent
+
+    def _settle_credit(self, *, spent: bool) -> None:
+        """A request is counted by its tenant now, or was refused: its credit stands for nothing any more."""
+        if self._tenant is not None:
+            self._tenant.credits -= spent
 
     def _refusal(self, message: pb.GenerateRequest, *, in_credit: bool) -> ServiceError | None:
         """Return why a request cannot be taken into this session, if so."""

@@ -9,6 +9,7 @@ from typing import Final
 
 from octavo.protocol.convert import priority_to_proto
 from octavo.service import logs
+from octavo.service.memory import MemoryCeiling, rss_bytes
 from octavo.v1 import operations_pb2
 
 from scheduler_svc.api.convert import model_to_proto
@@ -20,7 +21,7 @@ from scheduler_svc.fleet.workers import Fleet
 from scheduler_svc.observe.recent import History
 from scheduler_svc.planlog import PlanLogHealth
 from scheduler_svc.requests.accounts import Accounts
-from scheduler_svc.requests.tenants import Tenants, TenantState
+from scheduler_svc.requests.tenants import TenantState
 
 VERSION: Final = metadata.version("octavo")
 
@@ -31,12 +32,12 @@ class StatusSources:
 
     driver: CoreDriver
     accounts: Accounts
-    tenants: Tenants
     fleet: Fleet
     pins: PinRegistry
     models: ModelRegistry
     key_file_problem: Callable[[], str | None]
     plan_log: PlanLogHealth | None
+    ceiling: MemoryCeiling
 
 
 class StatusCollector:
@@ -67,8 +68,10 @@ class StatusCollector:
             arrivals=accounts.arrivals,
             live_requests=accounts.live,
             rates=self._rates(sum(worker.devices for worker in workers)),
-            tenants=map(_tenant, sources.tenants),
+            tenants=map(_tenant, accounts.tenants),
             key_file_problem=sources.key_file_problem(),
+            rss_bytes=rss_bytes(),
+            max_rss_bytes=sources.ceiling.max_rss_bytes,
             pins=self._pin_status(snapshot),
             models=map(model_to_proto, sources.models),
             log_lines_dropped=logs.dropped(),
@@ -179,6 +182,7 @@ def _tenant(state: TenantState) -> operations_pb2.TenantStatus:
         over_quota=state.over_quota,
         prompt_tokens=state.prompt_tokens,
         output_tokens=state.output_tokens,
+        tokenized_bytes=state.text_bytes,
         quotas=operations_pb2.TenantQuotas(**asdict(tenant.quotas)),
     )
 

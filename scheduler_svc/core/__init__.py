@@ -13,6 +13,7 @@ later event could see; indexes and timers may drop stale entries while they look
 from scheduler_svc.core.config import CoreConfig, StaticConfig
 from scheduler_svc.core.core import SchedulerCore
 from scheduler_svc.core.effects import (
+    ChargeTenant,
     ChoiceTimings,
     DetachWorker,
     Effect,
@@ -30,6 +31,7 @@ from scheduler_svc.core.events import NewRequest, WorkerInfo
 from scheduler_svc.core.snapshot import CoreSnapshot
 
 __all__ = [
+    "ChargeTenant",
     "ChoiceTimings",
     "CoreConfig",
     "CoreError",

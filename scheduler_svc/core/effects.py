@@ -63,6 +63,20 @@ class EmitTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class ChargeTenant:
+    """What a step has computed of one choice beside the tokens that it emits.
+
+    Also for a request that has ended: a worker may be computing it until it hears of that.
+    """
+
+    request_id: str
+    tenant: str
+    prompt_tokens: int
+    """Of prompt and resumed tokens; never twice for the same token of a choice."""
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceTimings:
     """Where the time of a choice went, in seconds since the request arrived."""
 
@@ -107,5 +121,13 @@ class LogEvent:
 
 
 Effect = (
-    SendPlan | SendCancel | DetachWorker | RequestAccepted | EmitTokens | FinishChoice | Reject | LogEvent
+    SendPlan
+    | SendCancel
+    | DetachWorker
+    | RequestAccepted
+    | EmitTokens
+    | ChargeTenant
+    | FinishChoice
+    | Reject
+    | LogEvent
 )

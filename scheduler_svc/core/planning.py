@@ -305,8 +305,8 @@ class ContinuousPlanner:
         builder.take_blocks(blocks)
         builder.compute(sequence, tokens)
         # Charged at once, so that plans made before the report do not all favour the same tenant.
-        sequence.binding.num_charged_tokens = todo
-        self._pool.charges.charge(sequence.request.tenant, todo)
+        owed = sequence.binding.num_charged_tokens = min(todo, sequence.num_unpaid_tokens)
+        self._pool.charges.charge(sequence.request.tenant, owed)
 
     def _victim(self, worker: WorkerState, below: int | None = None) -> Sequence | None:
         """Return whom to preempt: lowest class, then admitted last, then with the least work lost.

@@ -15,7 +15,7 @@ from octavo.protocol.steps import (
 
 from scheduler_svc.core import bisection
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.effects import Effect, EmitTokens, LogEvent, SendCancel, TokenDelta
+from scheduler_svc.core.effects import ChargeTenant, Effect, EmitTokens, LogEvent, SendCancel, TokenDelta
 from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.lifecycle import Lifecycle
@@ -88,6 +88,8 @@ class ReportReader:
             cached = entry.cached_tokens + entry.host_cached_tokens
             sequence.binding.num_computed_tokens = cached
             sequence.binding.num_believed_tokens = 0
+            # What a cache had is free.
+            sequence.settle(cached)
             worker.blocks.hold_keys(sequence, entry.cached_tokens // worker.block_size)
             if sequence.status is SequenceStatus.FINISHED:
                 if entry.handle not in report.released:
@@ -102,10 +104,7 @@ class ReportReader:
             sequence = worker.sequences.get(handle)
             if sequence is not None:
                 sequence.binding.num_computed_tokens += tokens
-                if self._charging:
-                    paid = min(tokens, sequence.binding.num_charged_tokens)
-                    sequence.binding.num_charged_tokens -= paid
-                    pool.charges.charge(sequence.request.tenant, tokens - paid)
+                self._charge_prefill(sequence, pool, out)
 
     def _refused(
         self, worker: WorkerState, pool: ModelPool, report: Report, now: float, out: list[Effect]
@@ -150,7 +149,7 @@ class ReportReader:
                 tokens = sequence.token_ids
                 if first != len(tokens):
                     raise ProtocolViolationError(f"handle {handle}: token at {first} after {len(tokens)}")
-                tokens += ids
+                tokens.extend(ids)
                 count = len(ids)
                 digest += handle * count
                 if decodes is not None:
@@ -163,6 +162,8 @@ class ReportReader:
                     found = logprobs.get(handle) if logprobs else None
                     # What NamedTuple's own constructor does, at half its price.
                     deltas.append(_new(TokenDelta, (sequence.request_id, sequence.choice, ids, found)))
+                else:
+                    self._charge_late(sequence, count, pool, out)
         finally:
             # Also when a later token is not as it should be: what is known here, the client has to get.
             worker.live.add(digest)
@@ -171,6 +172,22 @@ class ReportReader:
                 out.append(EmitTokens(deltas))
         if self._charging:
             self._charge(pool, deltas)
+
+    def _charge_prefill(self, sequence: Sequence, pool: ModelPool, out: list[Effect]) -> None:
+        owed = sequence.settle(sequence.binding.num_computed_tokens)
+        if not owed:
+            return
+        tenant = sequence.request.tenant
+        out.append(ChargeTenant(sequence.request_id, tenant, owed))
+        paid = min(owed, sequence.binding.num_charged_tokens)
+        sequence.binding.num_charged_tokens -= paid
+        pool.charges.charge(tenant, owed - paid)
+
+    def _charge_late(self, sequence: Sequence, count: int, pool: ModelPool, out: list[Effect]) -> None:
+        """Output of a choice that had ended when it was computed: nobody gets it, its tenant pays."""
+        tenant = sequence.request.tenant
+        out.append(ChargeTenant(sequence.request_id, tenant, 0, count))
+        pool.charges.charge(tenant, count)
 
     def _charge(self, pool: ModelPool, deltas: list[TokenDelta]) -> None:
         for delta in deltas:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass, field
 
 from octavo.protocol.keys import chain
@@ -84,6 +85,9 @@ class SequenceHistory:
     first_token_at: float | None = None
     cached_tokens: int = 0
     """Prompt tokens found in a cache when it was first admitted."""
+    num_settled_tokens: int = 0
+    """Before its first token: leading tokens that its tenant has paid for or a cache had. To compute them
+    again is at the service's expense."""
     preemptions: int = 0
     recoveries: int = 0
 
@@ -113,7 +117,7 @@ class Sequence:
     request: Request
     request_id: str
     choice: int
-    token_ids: list[int]
+    token_ids: array[int]
     keys: list[bytes]
     """Content keys of the full blocks of `token_ids`."""
     status: SequenceStatus = SequenceStatus.WAITING
@@ -164,6 +168,19 @@ class Sequence:
         """Tokens of a waiting sequence that are still to be computed or generated, at most."""
         return self.waiting.num_tokens + self.request.max_total_tokens - len(self.token_ids)
 
+    @property
+    def num_unpaid_tokens(self) -> int:
+        """Tokens to prefill that its tenant will pay for, at most; none once it has had a first token."""
+        return len(self.token_ids) - self.history.num_settled_tokens if self.untried else 0
+
+    def settle(self, num_tokens: int) -> int:
+        """A worker holds so many of its leading tokens; return how many of them were not paid for."""
+        owed = num_tokens - self.history.num_settled_tokens
+        if owed <= 0 or not self.untried:
+            return 0
+        self.history.num_settled_tokens = num_tokens
+        return owed
+
     def may_be_deferred(self, now: float) -> bool:
         """Return whether it may still be deferred to a better worker."""
         until = self.waiting.deferred_until
@@ -200,7 +217,7 @@ class Sequence:
         request = self.request
         if self.status is SequenceStatus.HELD and request.leader is not None:
             self.token_ids = request.leader.token_ids[: request.prompt_len]
-            self.token_ids += request.spec.resumed.get(self.choice, ())
+            self.token_ids.extend(request.spec.resumed.get(self.choice, ()))
         self.status = to
 
 
@@ -288,10 +305,11 @@ class Request:
         for choice in range(choices):
             if choice in spec.finished_choices or (request.leader is not None and shares):
                 # Many long copies of the prompt would lie there for nothing.
-                held = Sequence(request, spec.request_id, choice, [], [], SequenceStatus.HELD)
+                held = Sequence(request, spec.request_id, choice, array("I"), [], SequenceStatus.HELD)
                 request.sequences.append(held)
                 continue
-            tokens = [*spec.prompt_token_ids, *spec.resumed.get(choice, ())]
+            tokens = array("I", spec.prompt_token_ids)
+            tokens.extend(spec.resumed.get(choice, ()))
             keys = list(spec.resumed_keys.get(choice, spec.prompt_keys)) if block_size else []
             sequence = Sequence(request, spec.request_id, choice, tokens, keys)
             if block_size is not None:

@@ -10,6 +10,7 @@ from typing import Final
 from octavo.protocol.steps import Priority
 from octavo.service.address import check_address
 from octavo.service.log_metrics import LogCollector
+from octavo.service.memory import rss_bytes
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
@@ -185,6 +186,12 @@ class SchedulerMetrics:
             "octavo_devices",
             "GPUs of the workers that are attached, or 1 for each without.",
             registry=registry,
+        )
+        Gauge("octavo_rss_bytes", "Resident memory of the scheduler.", registry=registry).set_function(
+            rss_bytes
+        )
+        self.max_rss = Gauge(
+            "octavo_max_rss_bytes", "Resident memory at which new requests are refused.", registry=registry
         )
         self.price = Gauge(
             "octavo_price_per_gpu_hour",

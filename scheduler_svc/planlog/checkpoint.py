@@ -151,6 +151,9 @@ class _Writer:
             return _LISTS[kind], [of(one) for one in value]
         if kind in _MAPPINGS:
             return _MAPPINGS[kind], [of(part) for item in value.items() for part in item]
+        if kind is array:
+            numbers = _little_endian(array(value.typecode, value))
+            return pb.CHECKPOINT_KIND_UINT32_ARRAY, [of(numbers.tobytes())]
         if kind is deque:
             return pb.CHECKPOINT_KIND_DEQUE, [of(value.maxlen), *(of(one) for one in value)]
         if isinstance(value, enum.Enum):
@@ -267,6 +270,8 @@ class _Reader:
             case pb.CHECKPOINT_KIND_FROZENSET:
                 return frozenset(values)
             case pb.CHECKPOINT_KIND_UINT32_LIST:
+                return self._unpack(content).tolist()
+            case pb.CHECKPOINT_KIND_UINT32_ARRAY:
                 return self._unpack(content)
             case pb.CHECKPOINT_KIND_UINT32_TUPLE:
                 return tuple(self._unpack(content))
@@ -293,10 +298,10 @@ class _Reader:
             )
         return made
 
-    def _unpack(self, content: list[int]) -> list[int]:
+    def _unpack(self, content: list[int]) -> array[int]:
         numbers = array("I")
         numbers.frombytes(self._value(content[0]))
-        return _little_endian(numbers).tolist()
+        return _little_endian(numbers)
 
     def _keys(self, content: list[int]) -> list[bytes]:
         joined: bytes = self._value(content[0])

@@ -20,7 +20,7 @@ from scheduler_svc.core.events import NewRequest
 from scheduler_svc.errors import CODES
 from scheduler_svc.observe.metrics import SchedulerMetrics
 from scheduler_svc.observe.recent import RecentSum, RecentTimes
-from scheduler_svc.requests.tenants import QuotaLease
+from scheduler_svc.requests.tenants import QuotaLease, Tenants
 
 _log = structlog.get_logger()
 
@@ -41,6 +41,7 @@ class Accounts:
     def __init__(self, metrics: SchedulerMetrics, clock: Callable[[], float]) -> None:
         self.metrics = metrics
         self.clock = clock
+        self.tenants = Tenants(metrics)
         self.arrivals = 0
         self.live = 0
         self.outcomes: Counter[str] = Counter()
@@ -107,7 +108,6 @@ class RequestAccount:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._completion_tokens = 0
-        self._resumed_tokens = 0
         self._choices = 0
         self._trimmed_tokens = 0
         self._expected: RequestAccepted | None = None
@@ -131,9 +131,9 @@ class RequestAccount:
         self._model = request.model
         self._priority = request.priority
         self._prompt_tokens = len(request.prompt_token_ids)
-        self._resumed_tokens = sum(map(len, request.resumed.values()))
         if self.lease is not None:
-            self.lease.tokenized(self._prompt_tokens, now)
+            resumed_tokens = sum(map(len, request.resumed.values()))
+            self.lease.tokenized(self._prompt_tokens + resumed_tokens, now)
         accounts.metrics.tokenize.observe(now - self.arrival)
         accounts.metrics.prompt_tokens.inc(self._prompt_tokens)
         accounts.recent_prompt_tokens.add(now, self._prompt_tokens)
@@ -183,7 +183,7 @@ class RequestAccount:
         if self.tenant:
             metrics.tenant_outcomes.labels(self.tenant, outcome).inc()
         if self.lease is not None:
-            self.lease.end(*self._computed(), now)
+            self.lease.end(now)
         metrics.duration.labels(priority).observe(now - self.arrival)
         metrics.cached_tokens.inc(self._cached_tokens)
         if self._ttft_s is not None:
@@ -196,13 +196,6 @@ class RequestAccount:
                 error_s = queue_s - self._expected.estimated_wait_s
                 metrics.prediction_error.labels("wait").observe(error_s)
         self._log(outcome, now)
-
-    def _computed(self) -> tuple[int, int]:
-        """Return prompt and output tokens that the tenant is charged: none before a first token."""
-        if self._ttft_s is None:
-            return 0, 0
-        cached = self._finish.cached_tokens if self._finish is not None else 0
-        return self._prompt_tokens - cached, max(0, self._completion_tokens - self._resumed_tokens)
 
     def _log(self, outcome: str, now: float) -> None:
         timings = self._finish.timings if self._finish is not None else None

@@ -1,14 +1,16 @@
 """The live requests of each tenant, and whether one more fits its quotas.
 
-A request is charged before it is tokenized, on an estimate; the estimate is corrected as soon as its
-prompt is known and again when it has ended. Each of these costs the same however much is going on, and
-only tenants that exist are remembered.
+Before a request is tokenized, tokens are reserved for it on an estimate, which is corrected as soon as its
+prompt is known. What workers report as computed is charged as it comes, to the reservation as long as
+that lasts; what is left of it is given back at the end. Each of these costs the same however much is
+going on, and only tenants that exist are remembered.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from typing import Final, NamedTuple
 
 from octavo.keys import Tenant
@@ -22,14 +24,27 @@ _LEARNING_RATE: Final = 0.1
 _WINDOW_S: Final = 10.0
 _RETRY_S: Final = (0.05, 60.0)
 _UNKNOWN_RETRY_S: Final = 1.0
+_REFUSALS_PER_S: Final = 100.0
+"""Of one tenant, answered at once; each costs the service what a small request does."""
+_LONGEST_PAUSE_S: Final = 10.0
 
 
 class TokenEstimate(NamedTuple):
-    """About how many tokens a request will take. `output` is None when nothing bounds it."""
+    """About what a request will take."""
 
     prompt: int
     output: int | None
+    """Tokens of each choice, resumed ones included. None when nothing bounds it."""
     choices: int = 1
+    resumed: int = 0
+    """Output tokens that it comes with, of all choices: they are computed as prompts are."""
+    text_bytes: int = 0
+    """Input for the tokenizer."""
+
+    @property
+    def to_prefill(self) -> int:
+        """Tokens to compute before there is a new one."""
+        return self.prompt + self.resumed
 
 
 class TokenBucket:
@@ -114,6 +129,8 @@ class TenantState:
         self.over_quota = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
+        self.text_bytes = 0
+        """Input that tokenizers have worked on."""
         self._metrics = metrics
         self._mean_output = _OUTPUT_TOKENS
         self._ends = RateEstimator()
@@ -121,34 +138,66 @@ class TenantState:
         self._started_tokens = RateEstimator()
         self._requests = _bucket(None, tenant.quotas.requests_per_minute, now)
         self._tokens = _bucket(None, tenant.quotas.tokens_per_minute, now)
+        self._text = _bucket(None, tenant.quotas.tokenizer_bytes_per_minute, now)
+        self.credits = 0
+        """Requests that its paced sessions may send, and those sent that are not counted yet."""
+        self._refused_until = now
+        """When its refusals so far have been answered, at the pace they are answered at."""
+        self._paced: deque[Callable[[], None]] = deque()
+        """What grants each of its paced sessions more."""
 
     def retune(self, tenant: Tenant, now: float) -> None:
         """Take in what the key file says of the tenant now; what is going on stays counted."""
         self.tenant = tenant
         self._requests = _bucket(self._requests, tenant.quotas.requests_per_minute, now)
         self._tokens = _bucket(self._tokens, tenant.quotas.tokens_per_minute, now)
+        self._text = _bucket(self._text, tenant.quotas.tokenizer_bytes_per_minute, now)
 
-    def take(self, estimate: TokenEstimate, now: float, *, paced: bool) -> QuotaLease:
+    def take(self, estimate: TokenEstimate, now: float) -> QuotaLease:
         """Charge one more request to the quotas and return its lease.
 
         Raises:
             ServiceError: a quota does not allow it; says which, and when it will.
         """
-        error = self.refusal(estimate, now, paced=paced)
+        error = self.refusal(estimate, now)
         if error is not None:
             self.count_refusal(error)
             raise error
         self.arrivals += 1
         if self._requests is not None:
             self._requests.take(1, now)
-        return QuotaLease(self, estimate.prompt, self._tokens_of(estimate), now)
+        return QuotaLease(self, estimate, self._tokens_of(estimate), now)
 
-    def refusal(self, estimate: TokenEstimate, now: float, *, paced: bool) -> ServiceError | None:
+    def refusal(self, estimate: TokenEstimate, now: float) -> ServiceError | None:
         """Return which quota a request would pass, and when it will not; None if it fits."""
-        found = self._excess(estimate.prompt, self._tokens_of(estimate), now, paced=paced)
-        if found is None:
-            return None
-        quota, limit, retry_after_s = found
+        quotas = self.tenant.quotas
+        most = min(quotas.requests_in_flight or math.inf, quotas.waiting_requests or math.inf)
+        if estimate.choices > most:
+            problem = f"must be at most {most}, as many requests as tenant {self.tenant.name} may have"
+            return ServiceError.invalid(("sampling.n", f"{problem} at once, got {estimate.choices}"))
+        found = self._excess(estimate, now)
+        return self._exceeded(*found) if found is not None else None
+
+    def pause_before_refusal_s(self, now: float) -> float:
+        """Return how long to wait before a refusal is told: none, unless a flood of them comes.
+
+        Whoever asks again at once would else take up the service with refusing.
+        """
+        self._refused_until = max(self._refused_until, now - 1.0) + 1 / _REFUSALS_PER_S
+        return min(_LONGEST_PAUSE_S, max(0.0, self._refused_until - now))
+
+    def check_text(self, size_bytes: int, now: float) -> None:
+        """Refuse to tokenize more than the quota allows.
+
+        Raises:
+            ServiceError: it is used up; says when this much fits.
+        """
+        found = self._text_excess(size_bytes, now)
+        if found is not None:
+            self._metrics.quota_refusals.labels(self.tenant.name, found[0]).inc()
+            raise self._exceeded(*found)
+
+    def _exceeded(self, quota: str, limit: int, retry_after_s: float) -> ServiceError:
         return ServiceError(
             "QUOTA_EXCEEDED",
             f"tenant {self.tenant.name} has reached its quota of {limit} {quota.replace('_', ' ')}",
@@ -158,71 +207,127 @@ class TenantState:
         )
 
     def count_refusal(self, error: ServiceError) -> None:
-        """Count a request that came and was refused for a quota."""
+        """Count a request that came and was refused for a quota, or asks for what none allows."""
         self.arrivals += 1
+        if error.reason != "QUOTA_EXCEEDED":
+            return
         self.over_quota += 1
         self._metrics.quota_refusals.labels(self.tenant.name, error.metadata["quota"]).inc()
 
     def _tokens_of(self, estimate: TokenEstimate) -> int:
         output = self._mean_output if estimate.output is None else float(estimate.output)
-        return estimate.prompt + round(output * estimate.choices)
+        return estimate.prompt + max(estimate.resumed, round(output * estimate.choices))
 
-    def _excess(
-        self, prompt_tokens: int, tokens: int, now: float, *, paced: bool
-    ) -> tuple[str, int, float] | None:
+    def _excess(self, estimate: TokenEstimate, now: float) -> tuple[str, int, float] | None:
         """Return the quota that one more request would pass, its limit, and when the request fits."""
-        quotas = self.tenant.quotas
+        quotas, choices, tokens = self.tenant.quotas, estimate.choices, self._tokens_of(estimate)
         limit = quotas.requests_in_flight
-        if limit is not None and self.requests_in_flight >= limit:
-            over = self.requests_in_flight - limit + 1
+        over = self.requests_in_flight + choices - (limit or 0)
+        if limit is not None and over > 0:
             return "requests_in_flight", limit, self._ends.time_for(over, now)
         if self._requests is not None and (wait_s := self._requests.wait_s(1, now)) > 0:
             return "requests_per_minute", self._requests.per_minute, wait_s
         if self._tokens is not None and (wait_s := self._tokens.wait_s(tokens, now)) > 0:
             return "tokens_per_minute", self._tokens.per_minute, wait_s
-        if paced:
-            # Requests of a paced session wait at the client, for credits.
-            return None
         limit = quotas.waiting_requests
-        if limit is not None and self.waiting_requests >= limit:
-            over = self.waiting_requests - limit + 1
+        over = self.waiting_requests + choices - (limit or 0)
+        if limit is not None and over > 0:
             return "waiting_requests", limit, self._starts.time_for(over, now)
         limit = quotas.waiting_tokens
         # A prompt that is larger than the quota may wait alone.
-        if limit is not None and self.waiting_tokens and self.waiting_tokens + prompt_tokens > limit:
-            over = self.waiting_tokens + prompt_tokens - limit
+        over = self.waiting_tokens + estimate.to_prefill - (limit or 0)
+        if limit is not None and self.waiting_tokens and over > 0:
             return "waiting_tokens", limit, self._started_tokens.time_for(over, now)
+        return self._text_excess(estimate.text_bytes, now)
+
+    def _text_excess(self, size_bytes: int, now: float) -> tuple[str, int, float] | None:
+        if self._text is not None and (wait_s := self._text.wait_s(size_bytes, now)) > 0:
+            return "tokenizer_bytes_per_minute", self._text.per_minute, wait_s
         return None
+
+    # Paced sessions ------------------------------------------------------------------------------
+
+    def join(self, top_up: Callable[[], None]) -> None:
+        """One more paced session is open; `top_up` is called when there may be more credits for it."""
+        self._paced.append(top_up)
+
+    def leave(self, top_up: Callable[[], None], unused: int) -> None:
+        """A paced session has ended, with so many unused credits."""
+        self._paced.remove(top_up)
+        self.credits -= unused
+        self._top_up()
+
+    @property
+    def is_paced(self) -> bool:
+        """It has paced sessions."""
+        return bool(self._paced)
+
+    def grantable(self, unused: int) -> int | None:
+        """Return how many more credits a paced session may get that has so many; None is without limit.
+
+        A request that may come is as good as here, so that all sessions together keep to the quotas. None
+        has more of them unused than its share.
+        """
+        quotas = self.tenant.quotas
+        left = [
+            limit - taken
+            for limit, taken in (
+                (quotas.requests_in_flight, self.requests_in_flight),
+                (quotas.waiting_requests, self.waiting_requests),
+            )
+            if limit is not None
+        ]
+        if not left:
+            return None
+        bound = min(quotas.requests_in_flight or math.inf, quotas.waiting_requests or math.inf)
+        share = max(1, int(bound) // max(1, len(self._paced)))
+        return max(0, min(min(left) - self.credits, share - unused))
+
+    def _top_up(self) -> None:
+        for top_up in tuple(self._paced):
+            top_up()
+        self._paced.rotate(-1)
 
     # For leases ----------------------------------------------------------------------------------
 
-    def admit(self, prompt_tokens: int, tokens: int, now: float) -> None:
+    def admit(self, choices: int, prompt_tokens: int, tokens: int, now: float) -> None:
         """One more request is live."""
-        self.requests_in_flight += 1
-        self.waiting_requests += 1
+        self.requests_in_flight += choices
+        self.waiting_requests += choices
         self.waiting_tokens += prompt_tokens
-        self.charge(tokens, now)
+        self.take_tokens(tokens, now)
 
-    def charge(self, tokens: int, now: float) -> None:
+    def take_tokens(self, tokens: int, now: float) -> None:
         """Take tokens off the quota; give them back when negative."""
         if self._tokens is not None:
             self._tokens.take(tokens, now)
 
-    def started(self, prompt_tokens: int, now: float) -> None:
-        """A request waits no more."""
-        self.waiting_requests -= 1
-        self.waiting_tokens -= prompt_tokens
-        self._starts.add(1, now)
-        self._started_tokens.add(prompt_tokens, now)
+    def charge_text(self, size_bytes: int, now: float) -> None:
+        """A tokenizer has worked on so much text."""
+        self.text_bytes += size_bytes
+        if self._text is not None:
+            self._text.take(size_bytes, now)
 
-    def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        """A request is over, and this is what was computed for it."""
-        self.requests_in_flight -= 1
-        self._ends.add(1, now)
+    def started(self, choices: int, prompt_tokens: int, now: float) -> None:
+        """A request waits no more."""
+        self.waiting_requests -= choices
+        self.waiting_tokens -= prompt_tokens
+        self._starts.add(choices, now)
+        self._started_tokens.add(prompt_tokens, now)
+        self._top_up()
+
+    def ended(self, choices: int, output_tokens: int, now: float) -> None:
+        """A request is over; so many output tokens were computed for it."""
+        self.requests_in_flight -= choices
+        self._ends.add(choices, now)
+        if output_tokens:
+            self._mean_output += (output_tokens / choices - self._mean_output) * _LEARNING_RATE
+        self._top_up()
+
+    def account(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Add to what was computed for it in all."""
         self.prompt_tokens += prompt_tokens
         self.output_tokens += output_tokens
-        if output_tokens:
-            self._mean_output += (output_tokens - self._mean_output) * _LEARNING_RATE
         self._metrics.tenant_tokens.labels(self.tenant.name, "prompt").inc(prompt_tokens)
         self._metrics.tenant_tokens.labels(self.tenant.name, "output").inc(output_tokens)
 
@@ -230,37 +335,52 @@ class TenantState:
 class QuotaLease:
     """What one live request takes of its tenant's quotas, until it ends."""
 
-    __slots__ = ("_charged", "_prompt_tokens", "_state", "_waits")
+    __slots__ = ("_choices", "_state", "_taken", "_to_prefill", "_waits", "output_tokens", "prompt_tokens")
 
-    def __init__(self, state: TenantState, prompt_tokens: int, tokens: int, now: float) -> None:
+    def __init__(self, state: TenantState, estimate: TokenEstimate, tokens: int, now: float) -> None:
+        self.prompt_tokens = 0
+        """Computed so far: prompt and resumed tokens,"""
+        self.output_tokens = 0
+        """and output, shown or not."""
         self._state = state
-        self._prompt_tokens = prompt_tokens
-        self._charged = tokens
+        self._choices = estimate.choices
+        self._to_prefill = estimate.to_prefill
+        self._taken = tokens
+        """Of the quota: what is reserved, or was computed if that is more."""
         self._waits = True
-        state.admit(prompt_tokens, tokens, now)
+        state.admit(self._choices, self._to_prefill, tokens, now)
 
-    def tokenized(self, prompt_tokens: int, now: float) -> None:
-        """The prompt is known now."""
-        more = prompt_tokens - self._prompt_tokens
-        self._prompt_tokens = prompt_tokens
+    def tokenized(self, to_prefill: int, now: float) -> None:
+        """The prompt is known now; with the resumed tokens it has so many."""
+        more = to_prefill - self._to_prefill
+        self._to_prefill = to_prefill
         self._state.waiting_tokens += more
-        self._charge(self._charged + more, now)
+        self._take(more, now)
 
     def started(self, now: float) -> None:
         """There is a first token."""
         if self._waits:
             self._waits = False
-            self._state.started(self._prompt_tokens, now)
+            self._state.started(self._choices, self._to_prefill, now)
 
-    def end(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        """The request is over, and this is what was computed for it. Call it once."""
+    def computed(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
+        """A step has computed this much for the request."""
+        self.prompt_tokens += prompt_tokens
+        self.output_tokens += output_tokens
+        over = self.prompt_tokens + self.output_tokens - self._taken
+        if over > 0:
+            self._take(over, now)
+
+    def end(self, now: float) -> None:
+        """The request is over: what was reserved and not computed is free again. Call it once."""
         self.started(now)
-        self._charge(prompt_tokens + output_tokens, now)
-        self._state.ended(prompt_tokens, output_tokens, now)
+        self._take(self.prompt_tokens + self.output_tokens - self._taken, now)
+        self._state.account(self.prompt_tokens, self.output_tokens)
+        self._state.ended(self._choices, self.output_tokens, now)
 
-    def _charge(self, tokens: int, now: float) -> None:
-        self._state.charge(tokens - self._charged, now)
-        self._charged = tokens
+    def _take(self, more: int, now: float) -> None:
+        self._taken += more
+        self._state.take_tokens(more, now)
 
 
 class Tenants:
@@ -282,10 +402,19 @@ class Tenants:
             state.retune(tenant, now)
         return state
 
+    def charge_late(self, name: str, prompt_tokens: int, output_tokens: int, now: float) -> None:
+        """Charge what was computed of a request that had ended."""
+        state = self._states.get(name)
+        if state is not None:
+            state.take_tokens(prompt_tokens + output_tokens, now)
+            state.account(prompt_tokens, output_tokens)
+
     def keep(self, names: Collection[str]) -> None:
         """Forget tenants that are not among these and have nothing going on."""
         self._states = {
-            name: state for name, state in self._states.items() if name in names or state.requests_in_flight
+            name: state
+            for name, state in self._states.items()
+            if name in names or state.requests_in_flight or state.is_paced
         }
 
 

@@ -12,7 +12,8 @@ import contextlib
 import os
 import pickle
 import sys
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
@@ -30,6 +31,7 @@ from scheduler_svc.text.tokenization import (
     TextSpec,
 )
 from scheduler_svc.text.tokenizer_child import HEADER
+from scheduler_svc.text.turns import Turns
 
 _log = structlog.get_logger()
 
@@ -55,15 +57,34 @@ class _CannotStart(Exception):
     """The system gives no process now; the message says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class Payer:
+    """Whose job it is."""
+
+    lane: str
+    """Lanes take turns, by bytes."""
+    charge: Callable[[int], None]
+    """Called with the bytes of a job when a child begins to work on it."""
+
+
+NOBODY: Final = Payer("", lambda _: None)
+
+
 @dataclass(slots=True, eq=False)
 class _Ticket:
     """A job on its way."""
 
     job: Job
     size_bytes: int
+    payer: Payer
     done: asyncio.Future[object]
     since: float
     attempts: int = 0
+
+    @property
+    def lane(self) -> str:
+        """Whose turn it waits for."""
+        return self.payer.lane
 
 
 class _Child:
@@ -160,12 +181,14 @@ class TokenizerPool:
         self._timeout_s = timeout_s
         self._max_pending = max_pending
         self._specs: dict[str, TextSpec] = {}
-        self._small: deque[_Ticket] = deque()
-        self._large: deque[_Ticket] = deque()
+        self._small: Turns[_Ticket] = Turns()
+        self._large: Turns[_Ticket] = Turns()
         self._broken: dict[str, tuple[JobFailure, float]] = {}
         """Tokenizers that did not load, with why and when."""
         self._crashed_loads: Counter[str] = Counter()
-        self._pending_bytes = 0
+        self._pending_bytes: Counter[str] = Counter()
+        self._pending: Counter[str] = Counter()
+        """Bytes and jobs that wait, by lane."""
         self._wakes = [asyncio.Event() for _ in range(size)]
         self._children = [_Child() for _ in range(size)]
         self._tasks: list[asyncio.Task[NoReturn]] = []
@@ -196,34 +219,30 @@ class TokenizerPool:
             ServiceError: its tokenizer cannot be loaded.
         """
         self._specs[spec.model] = spec
-        result = await self._run(MakeTable(spec.model), 0)
+        result = await self._run(MakeTable(spec.model), 0, NOBODY)
         assert result is None or isinstance(result, TokenTable)
         return result
 
-    async def encode(self, job: EncodeJob, size_bytes: int) -> Encoded:
+    async def encode(self, job: EncodeJob, size_bytes: int, payer: Payer = NOBODY) -> Encoded:
         """Return the prompt of an input.
 
         Raises:
             ServiceError: the input cannot become a prompt, or too many wait for it.
         """
-        result = await self._run(job, size_bytes)
+        result = await self._run(job, size_bytes, payer)
         assert isinstance(result, Encoded)
         return result
 
-    async def decode(self, job: Decode) -> str:
+    async def decode(self, job: Decode, payer: Payer = NOBODY) -> str:
         """Return the text of tokens; raises as `encode` does."""
-        result = await self._run(job, len(job.tokens))
+        result = await self._run(job, len(job.tokens), payer)
         assert isinstance(result, str)
         return result
 
-    async def _run(self, job: Job, size_bytes: int) -> object:
-        pending = len(self._small) + len(self._large)
-        if pending >= self._max_pending or (
-            pending and self._pending_bytes + size_bytes > _MAX_PENDING_BYTES
-        ):
-            raise ServiceError("QUEUE_FULL", "too many prompts wait to be tokenized", retry_after_s=1.0)
+    async def _run(self, job: Job, size_bytes: int, payer: Payer) -> object:
+        self._make_room(payer.lane, size_bytes)
         loop = asyncio.get_running_loop()
-        ticket = _Ticket(job, size_bytes, loop.create_future(), loop.time())
+        ticket = _Ticket(job, size_bytes, payer, loop.create_future(), loop.time())
         self._enqueue(ticket)
         result = await ticket.done
         if isinstance(result, JobFailure):
@@ -232,19 +251,46 @@ class TokenizerPool:
             raise ServiceError("TOKENIZER_FAILED", f"the tokenizer failed: {result.problem}")
         return result
 
+    def _make_room(self, lane: str, size_bytes: int) -> None:
+        """When too much waits, the lane with the most gives up what came last.
+
+        Raises:
+            ServiceError: that is the newcomer's own.
+        """
+        while (pending := len(self._small) + len(self._large)) and (
+            pending >= self._max_pending or self._pending_bytes.total() + size_bytes > _MAX_PENDING_BYTES
+        ):
+            full = pending >= self._max_pending
+            held, more = (self._pending, 1) if full else (self._pending_bytes, size_bytes)
+            fullest = max(held, key=held.__getitem__, default=lane)
+            refusal = ServiceError("QUEUE_FULL", "too many prompts wait to be tokenized", retry_after_s=1.0)
+            if held[lane] + more >= held[fullest]:
+                raise refusal
+            ticket = self._large.pop_newest(fullest) or self._small.pop_newest(fullest)
+            assert ticket is not None
+            self._taken(ticket)
+            if not ticket.done.done():
+                ticket.done.set_exception(refusal)
+
+    def _taken(self, ticket: _Ticket) -> None:
+        for held, much in ((self._pending, 1), (self._pending_bytes, ticket.size_bytes)):
+            held[ticket.lane] -= much
+            if not held[ticket.lane]:
+                del held[ticket.lane]
+
     def _enqueue(self, ticket: _Ticket) -> None:
         queue = self._large if ticket.size_bytes > _LARGE_BYTES else self._small
-        queue.append(ticket)
-        self._pending_bytes += ticket.size_bytes
+        queue.push(ticket)
+        self._pending[ticket.lane] += 1
+        self._pending_bytes[ticket.lane] += ticket.size_bytes
         for wake in self._wakes:
             wake.set()
 
     def _next(self, *, takes_large: bool) -> _Ticket | None:
         """Return the next job that somebody still waits for."""
         for queue in (self._small, self._large) if takes_large else (self._small,):
-            while queue:
-                ticket = queue.popleft()
-                self._pending_bytes -= ticket.size_bytes
+            while (ticket := queue.pop()) is not None:
+                self._taken(ticket)
                 if not ticket.done.done():
                     return ticket
         return None
@@ -276,9 +322,8 @@ class TokenizerPool:
         """Refuse the jobs that have waited too long for a child."""
         until = asyncio.get_running_loop().time() - _START_PATIENCE_S
         for queue in (self._small, self._large) if takes_large else (self._small,):
-            while queue and queue[0].since <= until:
-                ticket = queue.popleft()
-                self._pending_bytes -= ticket.size_bytes
+            while (ticket := queue.pop_older(until)) is not None:
+                self._taken(ticket)
                 if not ticket.done.done():
                     refusal = f"no process can be started to tokenize: {problem}"
                     ticket.done.set_exception(ServiceError("QUEUE_FULL", refusal, retry_after_s=1.0))
@@ -328,6 +373,8 @@ class TokenizerPool:
             if model not in child.loaded and model in self._broken:
                 result, _ = self._broken[model]
             else:
+                if ticket.attempts == 1:
+                    ticket.payer.charge(ticket.size_bytes)
                 result = await child.exchange(ticket.job, self._timeout_s)
         except TimeoutError:
             _log.warning("tokenizer_timeout", model=model, size_bytes=ticket.size_bytes)

@@ -9,8 +9,9 @@ import pytest
 from octavo_lab.sim.chaos import CHAOS, CHAOS_CONFIG, Chaos, ChaosResult, ChaosSetting, chaos_workers
 from octavo_lab.sim.faults import FaultRates
 
-from scheduler_svc.core import CoreConfig, SchedulerCore, StaticConfig
+from scheduler_svc.core import CoreConfig, StaticConfig
 from scheduler_svc.core.policies import POLICIES
+from tests.sim.books import AuditedCore
 from tests.sim.engine_machine import EngineMachine
 
 NO_FAULTS = FaultRates()
@@ -34,7 +35,11 @@ def run(mode: str, rates: FaultRates, steps: int, **setting: Any) -> ChaosResult
     caching = config.prefix_caching
     workers = [replace(worker, paged=paged, prefix_caching=caching) for worker in chaos_workers(4)]
     wanted = ChaosSetting(workers=workers, rates=rates, rate_per_s=35.0, audit_every=8, **setting)
-    return Chaos(SchedulerCore(config), wanted, seed=3).run(steps)
+    core = AuditedCore(config)
+    result = Chaos(core, wanted, seed=3).run(steps)
+    core.check_ended()
+    assert core.charged
+    return result
 
 
 @pytest.mark.parametrize("mode", MODES)

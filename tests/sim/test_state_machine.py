@@ -15,8 +15,9 @@ from octavo_lab.sim.chaos import RandomTraffic, chaos_workers
 from octavo_lab.sim.faults import Poison
 from octavo_lab.sim.host import LinkTimings
 
-from scheduler_svc.core import CoreConfig, SchedulerCore, StaticConfig
+from scheduler_svc.core import CoreConfig, StaticConfig
 from scheduler_svc.core.policies import POLICIES
+from tests.sim.books import AuditedCore
 
 FAULTS = ("crash", "drop_stream", "hang", "slow", "refuse", "lose_report", "drift", "fail_step", "drain")
 
@@ -44,7 +45,7 @@ class System(RuleBasedStateMachine):
 
     @initialize(config=configs, workers=st.integers(1, 4), paged=st.booleans(), seed=st.integers(0, 2**32))
     def start(self, config: CoreConfig, workers: int, paged: bool, seed: int) -> None:
-        self.core = SchedulerCore(config)
+        self.core = AuditedCore(config)
         self.monitor = Monitor(self.core, audit_every=1)
         sizes = [
             replace(worker, paged=paged, prefix_caching=config.prefix_caching)
@@ -111,6 +112,7 @@ class System(RuleBasedStateMachine):
             return
         self.cell.loop.run(stop=lambda: not self.core._lifecycle.requests and self.core.next_wakeup() is None)
         check_ended(self.core, self.cell.hosts)
+        self.core.check_ended()
 
 
 System.TestCase.settings = settings(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-
-from worker_svc.runner.control_groups import MEMBERSHIP, ROOT, groups
+from octavo.service.control_groups import MEMBERSHIP, ROOT, groups
+from octavo.service.memory import number_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +44,8 @@ def available_bytes(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int:
     return min([psutil.virtual_memory().available, *(one for one in left if one is not None)])
 
 
-def limit_bytes(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:
-    """Return the least limit on the groups of this process, None without one; see `available_bytes`."""
-    limits = (
-        _number_in(folder / version.limit)
-        for version in _VERSIONS
-        for folder in groups(version.controller, root, membership)
-    )
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _number_in(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such group here, or no limit ("max")
-        return None
-
-
 def _left_by(folder: Path, version: _Version) -> int | None:
-    limit, usage = _number_in(folder / version.limit), _number_in(folder / version.usage)
+    limit, usage = number_in(folder / version.limit), number_in(folder / version.usage)
     if limit is None or usage is None:
         return None
     try:

@@ -373,6 +373,8 @@ def status(message: operations_pb2.Status) -> Status:
         key_file_problem=given(message, "key_file_problem"),
         log_lines_dropped=message.log_lines_dropped,
         plan_log=_plan_log(message.plan_log) if message.HasField("plan_log") else None,
+        rss_bytes=message.rss_bytes,
+        max_rss_bytes=message.max_rss_bytes,
         pins=tuple(PinStatus(one.name, one.model, one.blocks, tuple(one.workers)) for one in message.pins),
         models=tuple(model_info(one) for one in message.models),
     )

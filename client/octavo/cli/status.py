@@ -103,6 +103,9 @@ def show(status: Status, points: Sequence[HistoryPoint] | None = None) -> str:
         now = f", and none is: {status.plan_log.problem}" if status.plan_log.problem else ""
         missed = f"plan log  {status.plan_log.entries_missed} entries could not be written{now}"
         lines.append(output.paint(missed, "red"))
+    if status.rss_bytes >= status.max_rss_bytes > 0:
+        mib = f"{status.rss_bytes >> 20} of {status.max_rss_bytes >> 20} MiB"
+        lines.append(output.paint(f"memory  {mib}: new requests are refused", "red"))
     lines += ["", _workers(status), *_limits(status), *_models(status)]
     if status.tenants and [tenant.tenant for tenant in status.tenants] != ["anonymous"]:
         lines += ["", _tenants(status)]

@@ -467,6 +467,7 @@ class OpenSession(google.protobuf.message.Message):
     paced: builtins.bool
     """The client wants to be paced by credits: it sends no more requests than it was granted, and
     none is refused for queue depth.
+    Its requests are of the class batch unless they name another one.
     """
     def __init__(
         self,

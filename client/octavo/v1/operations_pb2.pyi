@@ -185,6 +185,8 @@ class Status(google.protobuf.message.Message):
     MODELS_FIELD_NUMBER: builtins.int
     LOG_LINES_DROPPED_FIELD_NUMBER: builtins.int
     PLAN_LOG_FIELD_NUMBER: builtins.int
+    RSS_BYTES_FIELD_NUMBER: builtins.int
+    MAX_RSS_BYTES_FIELD_NUMBER: builtins.int
     scheduler_id: builtins.str
     version: builtins.str
     uptime_s: builtins.float
@@ -197,6 +199,9 @@ class Status(google.protobuf.message.Message):
     """Why the key file as it is now cannot be used. The last good one is in force meanwhile."""
     log_lines_dropped: builtins.int
     """Lines of the scheduler's own log that could not be written, since start."""
+    rss_bytes: builtins.int
+    """Resident memory of the scheduler, and that at which it refuses new requests."""
+    max_rss_bytes: builtins.int
     @property
     def queues(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QueueStatus]: ...
     @property
@@ -253,9 +258,11 @@ class Status(google.protobuf.message.Message):
         models: collections.abc.Iterable[octavo.v1.generation_pb2.Model] | None = ...,
         log_lines_dropped: builtins.int = ...,
         plan_log: global___PlanLogStatus | None = ...,
+        rss_bytes: builtins.int = ...,
+        max_rss_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "_plan_log", b"_plan_log", "key_file_problem", b"key_file_problem", "plan_log", b"plan_log", "rates", b"rates"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "_plan_log", b"_plan_log", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "log_lines_dropped", b"log_lines_dropped", "models", b"models", "outcomes", b"outcomes", "overload", b"overload", "pins", b"pins", "plan_log", b"plan_log", "queues", b"queues", "rates", b"rates", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "_plan_log", b"_plan_log", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "log_lines_dropped", b"log_lines_dropped", "max_rss_bytes", b"max_rss_bytes", "models", b"models", "outcomes", b"outcomes", "overload", b"overload", "pins", b"pins", "plan_log", b"plan_log", "queues", b"queues", "rates", b"rates", "rss_bytes", b"rss_bytes", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_key_file_problem", b"_key_file_problem"]) -> typing.Literal["key_file_problem"] | None: ...
     @typing.overload
@@ -333,11 +340,14 @@ class TenantStatus(google.protobuf.message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
     QUOTAS_FIELD_NUMBER: builtins.int
+    TOKENIZED_BYTES_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     weight: builtins.float
     requests_in_flight: builtins.int
     waiting_requests: builtins.int
-    """Requests without output yet, and the tokens of their prompts."""
+    """Requests without output yet, and the tokens to be computed before they have some. A request for n
+    choices counts as n.
+    """
     waiting_tokens: builtins.int
     arrivals: builtins.int
     """Since start."""
@@ -345,6 +355,8 @@ class TenantStatus(google.protobuf.message.Message):
     """Of these, refused for a quota."""
     prompt_tokens: builtins.int
     output_tokens: builtins.int
+    tokenized_bytes: builtins.int
+    """Input that tokenizers have worked on for it, since start."""
     @property
     def quotas(self) -> global___TenantQuotas:
         """Absent is without limit."""
@@ -362,9 +374,10 @@ class TenantStatus(google.protobuf.message.Message):
         prompt_tokens: builtins.int = ...,
         output_tokens: builtins.int = ...,
         quotas: global___TenantQuotas | None = ...,
+        tokenized_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["quotas", b"quotas"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "output_tokens", b"output_tokens", "over_quota", b"over_quota", "prompt_tokens", b"prompt_tokens", "quotas", b"quotas", "requests_in_flight", b"requests_in_flight", "tenant", b"tenant", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens", "weight", b"weight"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "output_tokens", b"output_tokens", "over_quota", b"over_quota", "prompt_tokens", b"prompt_tokens", "quotas", b"quotas", "requests_in_flight", b"requests_in_flight", "tenant", b"tenant", "tokenized_bytes", b"tokenized_bytes", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens", "weight", b"weight"]) -> None: ...
 
 global___TenantStatus = TenantStatus
 
@@ -377,11 +390,13 @@ class TenantQuotas(google.protobuf.message.Message):
     TOKENS_PER_MINUTE_FIELD_NUMBER: builtins.int
     WAITING_REQUESTS_FIELD_NUMBER: builtins.int
     WAITING_TOKENS_FIELD_NUMBER: builtins.int
+    TOKENIZER_BYTES_PER_MINUTE_FIELD_NUMBER: builtins.int
     requests_in_flight: builtins.int
     requests_per_minute: builtins.int
     tokens_per_minute: builtins.int
     waiting_requests: builtins.int
     waiting_tokens: builtins.int
+    tokenizer_bytes_per_minute: builtins.int
     def __init__(
         self,
         *,
@@ -390,13 +405,16 @@ class TenantQuotas(google.protobuf.message.Message):
         tokens_per_minute: builtins.int | None = ...,
         waiting_requests: builtins.int | None = ...,
         waiting_tokens: builtins.int | None = ...,
+        tokenizer_bytes_per_minute: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_requests_in_flight", b"_requests_in_flight", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "_waiting_requests", b"_waiting_requests", "_waiting_tokens", b"_waiting_tokens", "requests_in_flight", b"requests_in_flight", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_requests_in_flight", b"_requests_in_flight", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "_waiting_requests", b"_waiting_requests", "_waiting_tokens", b"_waiting_tokens", "requests_in_flight", b"requests_in_flight", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_requests_in_flight", b"_requests_in_flight", "_requests_per_minute", b"_requests_per_minute", "_tokenizer_bytes_per_minute", b"_tokenizer_bytes_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "_waiting_requests", b"_waiting_requests", "_waiting_tokens", b"_waiting_tokens", "requests_in_flight", b"requests_in_flight", "requests_per_minute", b"requests_per_minute", "tokenizer_bytes_per_minute", b"tokenizer_bytes_per_minute", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_requests_in_flight", b"_requests_in_flight", "_requests_per_minute", b"_requests_per_minute", "_tokenizer_bytes_per_minute", b"_tokenizer_bytes_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "_waiting_requests", b"_waiting_requests", "_waiting_tokens", b"_waiting_tokens", "requests_in_flight", b"requests_in_flight", "requests_per_minute", b"requests_per_minute", "tokenizer_bytes_per_minute", b"tokenizer_bytes_per_minute", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_requests_in_flight", b"_requests_in_flight"]) -> typing.Literal["requests_in_flight"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_requests_per_minute", b"_requests_per_minute"]) -> typing.Literal["requests_per_minute"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tokenizer_bytes_per_minute", b"_tokenizer_bytes_per_minute"]) -> typing.Literal["tokenizer_bytes_per_minute"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tokens_per_minute", b"_tokens_per_minute"]) -> typing.Literal["tokens_per_minute"] | None: ...
     @typing.overload

@@ -75,6 +75,8 @@ class _CheckpointKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     CHECKPOINT_KIND_KEY_LIST: _CheckpointKind.ValueType  # 11
     """One value: content keys, 16 bytes each, concatenated."""
     CHECKPOINT_KIND_KEY_TUPLE: _CheckpointKind.ValueType  # 12
+    CHECKPOINT_KIND_UINT32_ARRAY: _CheckpointKind.ValueType  # 13
+    """As 9, of an array of 32-bit integers."""
 
 class CheckpointKind(_CheckpointKind, metaclass=_CheckpointKindEnumTypeWrapper): ...
 
@@ -95,6 +97,8 @@ CHECKPOINT_KIND_UINT32_TUPLE: CheckpointKind.ValueType  # 10
 CHECKPOINT_KIND_KEY_LIST: CheckpointKind.ValueType  # 11
 """One value: content keys, 16 bytes each, concatenated."""
 CHECKPOINT_KIND_KEY_TUPLE: CheckpointKind.ValueType  # 12
+CHECKPOINT_KIND_UINT32_ARRAY: CheckpointKind.ValueType  # 13
+"""As 9, of an array of 32-bit integers."""
 global___CheckpointKind = CheckpointKind
 
 @typing.final

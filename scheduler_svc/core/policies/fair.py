@@ -19,7 +19,7 @@ class Fair:
     """Fair among tenants: the one with the smallest virtual token counter is next.
 
     Counters follow Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): they grow
-    with the tokens actually computed for a tenant, each step, divided by its weight.
+    with the tokens that a tenant pays for (docs/tenants.md), each step, divided by its weight.
     """
 
     charges_tenants: ClassVar[bool] = True

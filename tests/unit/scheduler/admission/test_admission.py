@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from octavo.keys import KeyFile
 from octavo.protocol.keys import chain
+from octavo.service.memory import MemoryCeiling
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.admission.access import Access
@@ -21,7 +22,6 @@ from scheduler_svc.observe.metrics import SchedulerMetrics
 from scheduler_svc.requests.accounts import Accounts
 from scheduler_svc.requests.messages import ResumedChoice
 from scheduler_svc.requests.outbox import ClientStream, GenerateOutbox
-from scheduler_svc.requests.tenants import Tenants
 from scheduler_svc.text.tokenization import KeySpec
 from scheduler_svc.text.tokenizer_pool import TokenizerPool
 from tests.unit.scheduler.core.desk import BLOCK, ROOT, Desk, worker
@@ -58,8 +58,8 @@ async def test_request_whose_key_is_not_known_is_told_so_and_counted_once() -> N
     access, accounts = Access(metrics), Accounts(metrics, time.monotonic)
     access.key_file = KeyFile.parse("")
     models = ModelRegistry(cast("TokenizerPool", None))
-    gate = LoadGate(models, driver, SchedulerSettings.load({}).queue)
-    admission = Admission(access, Tenants(metrics), gate, cast("InputProcessor", None), driver, accounts)
+    gate = LoadGate(models, driver, MemoryCeiling(None), SchedulerSettings.load({}).queue)
+    admission = Admission(access, gate, cast("InputProcessor", None), driver, accounts)
     stream = ClientStream(GenerateOutbox(1 << 20), "generate", None, "octavo_unknown")
 
     incoming = admission.receive(pb.GenerateRequest(text="x"), stream)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 from octavo.keys import Tenant
+from octavo.service.memory import MemoryCeiling
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
@@ -54,10 +55,16 @@ class Core:
         return self.limits
 
 
-def gate() -> tuple[LoadGate, Core, Models]:
+def gate(ceiling: MemoryCeiling | None = None) -> tuple[LoadGate, Core, Models]:
     core, models = Core(), Models()
     settings = SchedulerSettings.load({"queue_timeout_standard_s": 7.0})
-    return LoadGate(cast("ModelRegistry", models), cast("CoreDriver", core), settings.queue), core, models
+    made = LoadGate(
+        cast("ModelRegistry", models),
+        cast("CoreDriver", core),
+        ceiling or MemoryCeiling(None),
+        settings.queue,
+    )
+    return made, core, models
 
 
 def incoming(load: LoadGate, message: pb.GenerateRequest, *, paced: bool = False) -> IncomingRequest:
@@ -115,7 +122,7 @@ def test_what_is_being_tokenized_counts_until_it_is_with_the_core() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "terms", "paced"),
-    [({"model": "other"}, {}, False), ({}, {"priority": 99}, False), ({}, {}, True)],
+    [({"model": "other"}, {}, False), ({}, {"priority": 99}, False), ({}, {"priority": 3}, True)],
 )
 def test_request_that_is_wrong_in_itself_or_paced_is_let_through(
     fields: dict[str, Any], terms: dict[str, Any], paced: bool
@@ -124,9 +131,12 @@ def test_request_that_is_wrong_in_itself_or_paced_is_let_through(
     core.error = CoreError(Reason.QUEUE_FULL, "full")
     message = pb.GenerateRequest(text="x", terms=terms, **fields)
     assert load.refusal(incoming(load, message, paced=paced), 0.0) is None
-    refused = load.refusal(incoming(load, pb.GenerateRequest(text="x")), 0.0)
-    assert refused is not None
-    assert refused.reason == "QUEUE_FULL"
+    # A paced session is no way around the bounds for a class that says it is in a hurry.
+    hurried = pb.GenerateRequest(text="x", terms={"priority": 1})
+    for one in (incoming(load, pb.GenerateRequest(text="x")), incoming(load, hurried, paced=True)):
+        refused = load.refusal(one, 0.0)
+        assert refused is not None
+        assert refused.reason == "QUEUE_FULL"
 
 
 def test_only_what_may_be_trimmed_and_does_not_resume_is_cut() -> None:
@@ -181,3 +191,16 @@ def test_estimate_comes_from_the_size_of_the_input(message: pb.GenerateRequest, 
     message.sampling.max_tokens, message.sampling.n = 7, 3
     estimate = incoming(load, message).estimate
     assert (estimate.output, estimate.choices) == (7, 3)
+
+
+def test_nothing_is_taken_at_the_memory_ceiling_and_something_is_below_it() -> None:
+    rss = [500]
+    load, _, _ = gate(MemoryCeiling(1000, lambda: rss[0], iter(range(9)).__next__))
+    assert load.no_memory() is None
+    rss[0] = 1000
+    error = load.no_memory()
+    assert error is not None
+    assert (error.reason, error.metadata["max_rss_bytes"]) == ("MEMORY_FULL", "1000")
+    assert error.retry_after_s
+    rss[0] = 999
+    assert load.no_memory() is None

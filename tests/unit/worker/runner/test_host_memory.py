@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from worker_svc.runner.host_memory import available_bytes, limit_bytes
+from worker_svc.runner.host_memory import available_bytes
 
 GIB = 2**30
 
@@ -78,13 +78,3 @@ def test_available_bytes_of_a_host_that_is_fuller_than_the_limit_are_the_hosts(
     group(root, 400 * GIB, GIB)
 
     assert available(root, "0::/\n") == host_gib
-
-
-def test_limit_is_the_least_on_the_way_up(tmp_path: Path) -> None:
-    root, membership = tmp_path / "groups", tmp_path / "membership"
-    membership.write_text("0::/slice/scope\n")
-    assert limit_bytes(root, membership) is None
-    group(root / "slice" / "scope", "max", GIB)
-    assert limit_bytes(root, membership) is None
-    group(root / "slice", 6 * GIB, 2 * GIB)
-    assert limit_bytes(root, membership) == 6 * GIB

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from worker_svc.runner.control_groups import cpu_quota
+from octavo.service.control_groups import cpu_quota
 
 
 def quota(root: Path, membership: str) -> float | None:
