@@ -60,7 +60,9 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
     """Two workers, one of them lost, and a queue."""
 
     def __init__(self) -> None:
-        self.drains = 0
+        self.drained: list[str] = []
+        """Workers; an empty name is the scheduler."""
+        self.on_drain: Callable[[], object] = lambda: None
         self.pins: list[operations_pb2.PinPrefixRequest] = []
 
     status = operations_pb2.Status(
@@ -141,7 +143,8 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
     async def Drain(  # noqa: N802 # named by the contract
         self, request: operations_pb2.DrainRequest, context: object
     ) -> operations_pb2.DrainResponse:
-        self.drains += 1
+        self.drained.append(request.worker_id)
+        threading.Thread(target=self.on_drain).start()
         return operations_pb2.DrainResponse(running=3, waiting=request.grace_ms)
 
     async def PinPrefix(  # noqa: N802 # named by the contract

@@ -424,6 +424,29 @@ def test_audit_says_what_each_worker_found(
     assert said in capsys.readouterr().out
 
 
+def test_drain_of_a_worker_that_runs_nothing_waits_for_nobody(
+    threaded: ThreadedScheduler, capsys: Capture
+) -> None:
+    assert octavo(threaded, "drain", "worker", "w1", "--wait") == 0
+    assert capsys.readouterr().out == "draining, 3 running and 0 waiting\n"
+    assert threaded.fake.operations.drained == ["w1"]
+
+
+def test_drain_of_a_scheduler_waits_until_it_is_gone(threaded: ThreadedScheduler) -> None:
+    threaded.fake.operations.on_drain = lambda: threaded.run(threaded.fake.stop, 0.2)
+
+    assert octavo(threaded, "drain", "scheduler", "--wait") == 0
+    assert threaded.fake.operations.drained == [""]
+
+
+def test_drain_of_a_scheduler_that_is_one_of_several_is_wrong_usage(
+    threaded: ThreadedScheduler, capsys: Capture
+) -> None:
+    assert main(["drain", "scheduler", "--endpoint", f"{threaded.fake.endpoint},127.0.0.1:1"]) == 2
+    assert "must name one scheduler" in capsys.readouterr().err
+    assert threaded.fake.operations.drained == []
+
+
 def test_sdk_pins_text_tokens_and_messages(threaded: ThreadedScheduler) -> None:
     with Client(threaded.fake.endpoint) as client:
         pinned = client.pin_prefix("a", "text", model="fake")

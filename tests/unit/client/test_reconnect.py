@@ -305,7 +305,7 @@ async def test_drain_whose_scheduler_is_down_fails_and_asks_no_other(scheduler: 
             with pytest.raises(InvalidRequestError) as caught:
                 await client.drain(endpoint=unnamed)
             assert caught.value.violations[0].field == "endpoint"
-        assert scheduler.operations.drains == 0
+        assert scheduler.operations.drained == []
 
         await client.drain(endpoint=scheduler.endpoint)
-        assert scheduler.operations.drains == 1
+        assert scheduler.operations.drained == [""]
