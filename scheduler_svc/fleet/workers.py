@@ -10,6 +10,7 @@ from typing import Final
 
 import structlog
 
+from scheduler_svc.fleet.pair import Peer
 from scheduler_svc.fleet.worker_link import LinkContext, WorkerLink
 
 _log = structlog.get_logger()
@@ -48,6 +49,21 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def leave(self) -> None:
+        """Detach from all on purpose, so that another scheduler has them at once."""
+        await asyncio.gather(*(link.leave() for link in self))
+
+    def holder(self, model: str) -> Peer | None:
+        """Return a scheduler that has a worker of a model which is attached nowhere here, if there is one."""
+        return next(
+            (
+                link.status.held_by
+                for link in self
+                if link.status.model == model and link.status.held_by is not None
+            ),
+            None,
+        )
 
     def find(self, worker_id: str) -> WorkerLink | None:
         """Return the link to an attached worker."""
