@@ -297,7 +297,8 @@ class Stack:
                 while child is not None and not _listens(child.address):
                     self.check()
                     if time.monotonic() > give_up_at:
-                        raise StackError(f"{child.name} is not ready within {timeout_s:g} s; see {self.folder}")
+                        problem = f"{child.name} is not ready within {timeout_s:g} s; see {self.folder}"
+                        raise StackError(problem)
                     time.sleep(_POLL_S)
 
     def _progress(self) -> Iterator[tuple[str, float]]:
