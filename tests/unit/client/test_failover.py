@@ -50,28 +50,32 @@ async def rest_of(stream: AsyncStream) -> str:
 
 @pytest.mark.parametrize("reason", ["NO_WORKER", "DRAINING"])
 async def test_request_that_is_let_go_goes_on_where_the_hint_says(reason: str) -> None:
-    async with schedulers(None, None, None) as (first, second, third):
-        async with AsyncClient([first.endpoint, second.endpoint, third.endpoint]) as client:
-            stream, text = await begin(client, first)
-            await first.let_go(reason, third.endpoint)
-            text += await rest_of(stream)
+    async with (
+        schedulers(None, None, None) as (first, second, third),
+        AsyncClient([first.endpoint, second.endpoint, third.endpoint]) as client,
+    ):
+        stream, text = await begin(client, first)
+        await first.let_go(reason, third.endpoint)
+        text += await rest_of(stream)
 
-            assert text == expected_text(3, 6)
-            assert [len(fake.requests) for fake in (first, second, third)] == [1, 0, 1]
-            resumed = third.requests[0].resume[0]
-            assert list(resumed.token_ids) == [token_id(3, 0, at) for at in range(2)]
-            assert (await client.generate("new", max_tokens=1, seed=5)).text == expected_text(5, 1)
-            assert len(third.requests) == 2
+        assert text == expected_text(3, 6)
+        assert [len(fake.requests) for fake in (first, second, third)] == [1, 0, 1]
+        resumed = third.requests[0].resume[0]
+        assert list(resumed.token_ids) == [token_id(3, 0, at) for at in range(2)]
+        assert (await client.generate("new", max_tokens=1, seed=5)).text == expected_text(5, 1)
+        assert len(third.requests) == 2
 
 
 async def test_hint_to_an_endpoint_that_the_client_was_not_given_is_no_address_to_call() -> None:
-    async with schedulers(None, None, None) as (first, second, stranger):
-        async with AsyncClient([first.endpoint, second.endpoint]) as client:
-            stream, text = await begin(client, first)
-            await first.let_go("NO_WORKER", stranger.endpoint)
+    async with (
+        schedulers(None, None, None) as (first, second, stranger),
+        AsyncClient([first.endpoint, second.endpoint]) as client,
+    ):
+        stream, text = await begin(client, first)
+        await first.let_go("NO_WORKER", stranger.endpoint)
 
-            assert text + await rest_of(stream) == expected_text(3, 6)
-            assert (len(second.requests), stranger.sessions) == (1, 0)
+        assert text + await rest_of(stream) == expected_text(3, 6)
+        assert (len(second.requests), stranger.sessions) == (1, 0)
 
 
 async def test_scheduler_that_does_not_serve_is_avoided_where_there_is_another_one() -> None:
