@@ -57,7 +57,7 @@ class _Session:
 
 
 class FakeOperations(operations_pb2_grpc.OperationsServicer):
-    """Two workers, one of them lost, and a queue."""
+    """Three workers, one of them lost and one of another scheduler, and a queue."""
 
     def __init__(self) -> None:
         self.drained: list[str] = []
@@ -71,6 +71,8 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
         uptime_s=3725,
         arrivals=12,
         live_requests=3,
+        rank=1,
+        standby="10.0.0.4:50051",
         outcomes={"STOP": 7, "QUEUE_FULL": 2},
         queues=[
             operations_pb2.QueueStatus(
@@ -93,6 +95,13 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
                 ),
             ),
             operations_pb2.WorkerStatus(worker_id="w1", model="fake", state="lost"),
+            operations_pb2.WorkerStatus(
+                worker_id="w2",
+                model="fake",
+                state="held",
+                held_by="fake-2",
+                held_by_endpoint="10.0.0.3:50051",
+            ),
         ],
         overload=[
             operations_pb2.OverloadStatus(

@@ -120,6 +120,8 @@ def test_status_shows_workers_queues_and_outcomes(threaded: ThreadedScheduler, c
     assert w0[:5] == ["w0", "fake", "torch", "ready", "3/32"]
     assert "25%" in w0
     assert "lost" in w1
+    assert "rank 1, 10.0.0.4:50051 stands by" in shown
+    assert "held      by fake-2 10.0.0.3:50051: w2" in shown
     assert (
         "pressure  fake: backlog 62%, wait 40%, blocks 0%, missed deadlines 3%; "
         "first token expected after 900 ms\n"
