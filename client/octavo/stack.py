@@ -329,10 +329,10 @@ class Stack:
     def drain(self) -> int:
         """Let what runs end, as long as the services give it; return how many requests were cut.
 
-        The scheduler takes nothing new and waits for its grace at most; the gateway's streams end with its.
+        Schedulers take nothing new and wait for their grace at most; the gateway's streams end with theirs.
         Workers go on meanwhile. `stop()` ends what is left.
         """
-        # Otherwise what runs would be handed over to it.
+        # First the one that has nothing to run, as a rule: otherwise it would be handed what runs.
         if self.standby is not None:
             self._end([self.standby], _RESTART_GRACE_S)
         started = time.monotonic()
@@ -341,12 +341,14 @@ class Stack:
                 child.signal(signal.SIGTERM)
         grace_s, cut = _DRAIN_GRACE_S, 0
         while True:
-            alive = self.scheduler.alive  # Before its log is read, so that its last words are heard.
-            for record in self.scheduler.new_records():
-                if record.get("event") == "draining":
-                    grace_s = float(record.get("grace_s") or grace_s)
-                elif record.get("event") == "drain_grace_over":
-                    cut = int(record["live_requests"])
+            # Before their logs are read, so that their last words are heard.
+            alive = any(child.alive for child in self.schedulers)
+            for child in self.schedulers:
+                for record in child.new_records():
+                    if record.get("event") == "draining":
+                        grace_s = float(record.get("grace_s") or grace_s)
+                    elif record.get("event") == "drain_grace_over":
+                        cut += int(record["live_requests"])
             if not alive or time.monotonic() > started + grace_s + _DRAIN_MARGIN_S:
                 return cut
             time.sleep(_POLL_S)

@@ -49,6 +49,7 @@ class AbsenceWatch:
         for model in self._models:
             if model.workers:
                 self._since.pop(model.id, None)
+                self._told_at.pop(model.id, None)
                 continue
             since = self._since.setdefault(model.id, now)
             tells = now >= self._told_at.get(model.id, since) + _TELL_EVERY_S

@@ -170,12 +170,12 @@ def _drain(stack: Stack) -> None:
 
 
 def _live_requests(stack: Stack) -> int:
-    """Return how many requests have come and not ended, 0 where the scheduler cannot tell."""
-    try:
-        with Client(stack.endpoint, connect_timeout=_WATCH_S) as client:
-            return client.status().live_requests
-    except OctavoError:
-        return 0
+    """Return how many requests have come and not ended, none where a scheduler cannot tell."""
+    live = 0
+    for scheduler in stack.schedulers:
+        with suppress(OctavoError), Client(scheduler.address, connect_timeout=_WATCH_S) as client:
+            live += client.status().live_requests
+    return live
 
 
 def _stack(arguments: argparse.Namespace) -> Stack:
