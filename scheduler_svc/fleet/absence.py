@@ -8,14 +8,15 @@ from typing import Final, NoReturn
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.fleet.models import ModelRegistry, ServedModel
+from scheduler_svc.fleet.pair import Peer
 from scheduler_svc.fleet.workers import Fleet
 from scheduler_svc.requests.state import RequestState
 
 LOOK_EVERY_S: Final = 0.1
 _TELL_EVERY_S: Final = 1.0
-_TO_HOLDER_AFTER_S: Final = 0.5
-"""Who has the workers is asked four times a second. A request that comes later than the last answer is
-not sent to a scheduler that may have died since."""
+_TO_HOLDER_AFTER_S: Final = 0.25
+"""A request is sent to who has the workers when one that was asked so long after it came says so: its
+client may come from there, because that scheduler has just died."""
 
 
 class AbsenceWatch:
@@ -56,28 +57,28 @@ class AbsenceWatch:
             if tells:
                 self._told_at[model.id] = now
             for state in self._driver.live(model.id):
-                self._look_after(model, state, now - max(since, state.account.arrival), tells=tells)
+                self._look_after(model, state, max(since, state.account.arrival), tells=tells)
 
     def taken_over(self, model: ServedModel) -> None:
         """A preferred scheduler has taken a worker: when it was the last one, its requests follow."""
         if not model.workers:
             for state in self._driver.live(model.id):
-                self._driver.move(state, self._no_worker(model))
+                self._driver.move(state, _no_worker(model, self._fleet.holder(model.id, 0.0)))
 
-    def _look_after(self, model: ServedModel, state: RequestState, waited_s: float, *, tells: bool) -> None:
-        held = self._fleet.holder(model.id) is not None
-        limit_s = _TO_HOLDER_AFTER_S if held else self._timeout_s
-        if limit_s is not None and waited_s >= limit_s:
-            self._driver.move(state, self._no_worker(model))
+    def _look_after(self, model: ServedModel, state: RequestState, since: float, *, tells: bool) -> None:
+        waited_s, limit_s = self._driver.clock() - since, self._timeout_s
+        holder = self._fleet.holder(model.id, since + _TO_HOLDER_AFTER_S)
+        if holder is not None or (limit_s is not None and waited_s >= limit_s):
+            self._driver.move(state, _no_worker(model, holder))
         elif tells:
             state.tell_wait(waited_s, None if limit_s is None else limit_s - waited_s)
 
-    def _no_worker(self, model: ServedModel) -> ServiceError:
-        holder = self._fleet.holder(model.id)
-        if holder is None:
-            return ServiceError("NO_WORKER", f"model {model.id} has no worker any more", retry_after_s=1.0)
-        return ServiceError(
-            "NO_WORKER",
-            f"scheduler {holder.scheduler_id} has the workers of model {model.id}",
-            retry_after_s=0.0,
-        ).elsewhere(holder.endpoint)
+
+def _no_worker(model: ServedModel, holder: Peer | None) -> ServiceError:
+    if holder is None:
+        return ServiceError("NO_WORKER", f"model {model.id} has no worker any more", retry_after_s=1.0)
+    return ServiceError(
+        "NO_WORKER",
+        f"scheduler {holder.scheduler_id} has the workers of model {model.id}",
+        retry_after_s=0.0,
+    ).elsewhere(holder.endpoint)

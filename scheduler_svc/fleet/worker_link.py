@@ -80,6 +80,8 @@ class LinkStatus:
     """How its limits came about."""
     held_by: Peer | None = None
     """The other scheduler that has it, while that is so."""
+    asked_at: float = 0.0
+    """When the worker was last asked, which is how old that is."""
 
 
 class Epochs:
@@ -309,6 +311,7 @@ class WorkerLink:
         context, worker_id = self._context, description.worker_id
         self._outgoing = asyncio.Queue(_MAX_OUTGOING)
         self._rank = context.pair.preference.rank()
+        self.status.asked_at = context.driver.clock()
         call: _Call = stub.Attach()  # type: ignore[call-arg]  # written to by hand
         sender: asyncio.Task[None] | None = None
         try:

@@ -54,16 +54,13 @@ class Fleet:
         """Detach from all on purpose, so that another scheduler has them at once."""
         await asyncio.gather(*(link.leave() for link in self))
 
-    def holder(self, model: str) -> Peer | None:
-        """Return a scheduler that has a worker of a model which is attached nowhere here, if there is one."""
-        return next(
-            (
-                link.status.held_by
-                for link in self
-                if link.status.model == model and link.status.held_by is not None
-            ),
-            None,
-        )
+    def holder(self, model: str, since: float) -> Peer | None:
+        """Return a scheduler that has a worker of a model, by a worker that was asked after `since`."""
+        for link in self:
+            status = link.status
+            if status.model == model and status.held_by is not None and status.asked_at >= since:
+                return status.held_by
+        return None
 
     def find(self, worker_id: str) -> WorkerLink | None:
         """Return the link to an attached worker."""
