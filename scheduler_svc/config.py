@@ -55,6 +55,9 @@ class SchedulerProcessSection(ProcessSection):
     """How the process behaves."""
 
     drain_grace_s: Grace = Field(30.0, description="seconds that running requests get after SIGTERM")
+    drain_hand_over_s: Grace = Field(
+        2.0, description="seconds that they get where another scheduler stands by, which then takes them over"
+    )
     enable_faults: bool = Field(False, description="allow fault injection")
 
 
@@ -105,6 +108,19 @@ class FleetSection(Section):
     )
     worker_drain_grace_s: Grace = Field(
         5.0, description="seconds after which what a draining worker runs moves to others with room"
+    )
+    rank: Amount = Field(
+        0, description="of two schedulers with the same workers, workers prefer the one of the lower rank"
+    )
+    advertise: Name | None = Field(
+        None,
+        description="address at which clients reach this scheduler, for the hints of another one; by default "
+        "that of `listen`, unless it stands for all addresses",
+    )
+    no_worker_timeout_s: Annotated[Seconds | None, NONE] = Field(
+        10.0,
+        description="a request whose model has had no worker for so many seconds ends with NO_WORKER; "
+        "or `none`",
     )
     step_watchdog_s: Seconds = Field(30.0, description="a worker that owes a report for longer is lost")
     max_worker_deaths: Count = Field(

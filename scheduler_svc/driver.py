@@ -29,7 +29,7 @@ from scheduler_svc.core.effects import (
     SendCancel,
     SendPlan,
 )
-from scheduler_svc.core.errors import CoreError
+from scheduler_svc.core.errors import CoreError, Reason
 from scheduler_svc.core.events import AdmissionRequest, WorkerInfo
 from scheduler_svc.core.overload import Caps, Level
 from scheduler_svc.core.snapshot import CoreSnapshot
@@ -70,6 +70,8 @@ class CoreDriver:
         self._accounts = accounts
         self._metrics = metrics
         self._clock = accounts.clock
+        self.standby_endpoint: Callable[[], str] = lambda: ""
+        """Where a request can go that comes too late; empty when that is not known."""
         self._inbox: deque[Command] = deque()
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -98,6 +100,24 @@ class CoreDriver:
         """The client does not want a request any more, or is gone. One that has ended stays ended."""
         if not state.ended:
             self._post(lambda now: self._core.cancel(state.core_id, now))
+
+    def clock(self) -> float:
+        """Return the time, in monotonic seconds."""
+        return self._clock()
+
+    def live(self, model: str) -> list[RequestState]:
+        """Return the live requests of a model."""
+        return [state for state in self._requests.values() if state.request.model == model]
+
+    def move(self, state: RequestState, error: ServiceError) -> None:
+        """End a request here with an error after which its client takes it, as far as it is, elsewhere."""
+        state.move(error)
+        self.cancel(state)
+
+    def move_all(self, error: ServiceError) -> None:
+        """End all requests so."""
+        for state in self._requests.values():
+            self.move(state, error)
 
     def worker_up(self, info: WorkerInfo, connection: WorkerConnection) -> None:
         """A worker has welcomed us."""
@@ -221,7 +241,10 @@ class CoreDriver:
                 case FinishChoice():
                     self._tell(effect.request_id, RequestState.on_finish, effect)
                 case Reject():
-                    self._tell(effect.request_id, RequestState.fail, ServiceError.from_core(effect.error))
+                    error = ServiceError.from_core(effect.error)
+                    if effect.error.reason is Reason.DRAINING:
+                        error.elsewhere(self.standby_endpoint())
+                    self._tell(effect.request_id, RequestState.fail, error)
                 case LogEvent():
                     self._log(effect)
         self._metrics.deliver.observe(self._clock() - started)

@@ -96,6 +96,12 @@ class ServiceError(Exception):
         """Return what the core said, as an exception."""
         return cls(error.reason, error.message, retry_after_s=error.retry_after_s, metadata=error.metadata)
 
+    def elsewhere(self, endpoint: str) -> ServiceError:
+        """Name the scheduler that can serve the request instead, if it is known; return the error."""
+        if endpoint:
+            self.metadata = {**self.metadata, "endpoint": endpoint}
+        return self
+
     @property
     def code(self) -> grpc.StatusCode:
         """The gRPC code of the reason."""

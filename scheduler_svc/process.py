@@ -26,7 +26,10 @@ from scheduler_svc.api.status import StatusCollector, StatusSources
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core import SchedulerCore
 from scheduler_svc.driver import CoreDriver
-from scheduler_svc.fleet.models import ModelRegistry
+from scheduler_svc.errors import ServiceError
+from scheduler_svc.fleet.absence import AbsenceWatch
+from scheduler_svc.fleet.models import ModelRegistry, ServedModel
+from scheduler_svc.fleet.pair import FixedPreference, Pair
 from scheduler_svc.fleet.pins import PinRegistry
 from scheduler_svc.fleet.worker_link import Epochs, LinkContext
 from scheduler_svc.fleet.workers import Fleet
@@ -39,6 +42,7 @@ log = structlog.get_logger()
 
 EXIT_FAILED: Final = 1
 _CLOSE_S: Final = 1.0
+_HAND_OVER_EVERY_S: Final = 0.2
 
 
 class SchedulerProcess:
@@ -70,7 +74,11 @@ class SchedulerProcess:
         self.pool = TokenizerPool(text.tokenizer_processes, text.tokenizer_timeout_s, max_pending)
         self.models = ModelRegistry(self.pool)
         self._pins = PinRegistry()
+        self.pair = Pair(FixedPreference(settings.fleet.rank))
         self.fleet = self._make_fleet()
+        timeout_s = settings.fleet.no_worker_timeout_s
+        self._absence = AbsenceWatch(self.fleet, self.models, self.driver, timeout_s)
+        self.driver.standby_endpoint = lambda: peer.endpoint if (peer := self.pair.standby()) else ""
         self.models.fleet_is_tried = lambda: self.fleet.is_tried
 
         self.access = Access(self.metrics)
@@ -114,16 +122,21 @@ class SchedulerProcess:
         server = self._settings.server
         metrics_port, close_metrics = self._serve_metrics()
         port = await self._server.start(server.host, server.port)
+        self.pair.endpoint = self._settings.fleet.advertise or _endpoint(server.host, port)
         self.fleet.start()
         self._lag.start()
         driving = asyncio.create_task(self.driver.run(), name="driver")
         vital: list[asyncio.Task[Any]] = [driving, *self.pool.start()]
-        watching = [_watch("history", self._status.history.run())]
+        watching = [
+            _watch("history", self._status.history.run()),
+            _watch("absence", self._absence.run()),
+        ]
         if self._key_file is not None:
             watching.append(_watch("key_file", self._key_file.run()))
         log.info(
             "scheduler_listening",
             scheduler_id=self.scheduler_id,
+            rank=self._settings.fleet.rank,
             port=port,
             metrics_port=metrics_port,
             workers=self._settings.fleet.workers,
@@ -166,8 +179,10 @@ class SchedulerProcess:
             epochs=Epochs(),
             driver=self.driver,
             models=self.models,
+            pair=self.pair,
             on_change=self._workers_changed,
             on_ready=self._pins.worker_ready,
+            on_taken_over=self._taken_over,
         )
         return Fleet(self._settings.fleet.workers, context)
 
@@ -200,6 +215,7 @@ class SchedulerProcess:
             self.fleet,
             self._pins,
             self.models,
+            self.pair,
             lambda: key_file.problem if key_file is not None else None,
             self._plan_log,
             self._ceiling,
@@ -231,6 +247,10 @@ class SchedulerProcess:
         self.tenants.keep(key_file.tenants)
         self.driver.weigh_tenants({tenant.name: tenant.weight for tenant in key_file.tenants.values()})
 
+    def _taken_over(self, model: ServedModel) -> None:
+        """A preferred scheduler has taken a worker of this model."""
+        self._absence.taken_over(model)
+
     def _workers_changed(self) -> None:
         """A worker has come or gone."""
         self._sessions.top_up()
@@ -241,18 +261,39 @@ class SchedulerProcess:
         task.add_done_callback(self._tasks.discard)
 
     async def _drain(self, vital: list[asyncio.Task[Any]]) -> None:
-        """Wait until no request is live, the grace is over, or a task died without which none would end."""
+        """Wait until no request is live, the grace is over, or a task died without which none would end.
+
+        Then the workers are another scheduler's at once.
+        """
         await self._server.set_serving(serving=False)
         self.driver.drain()
         idle = asyncio.create_task(self.driver.wait_idle())
         grace_over = asyncio.create_task(self._grace_over.wait())
+        handing_over = asyncio.create_task(self._hand_over())
         try:
             await asyncio.wait([idle, grace_over, *vital], return_when=asyncio.FIRST_COMPLETED)
             if grace_over.done() and not idle.done():
                 log.warning("drain_grace_over", live_requests=self.accounts.live)
         finally:
-            idle.cancel()
-            grace_over.cancel()
+            for task in (idle, grace_over, handing_over):
+                task.cancel()
+        await self.fleet.leave()
+
+    async def _hand_over(self) -> NoReturn:
+        """Give what still runs to a scheduler that stands by, as soon as there is one."""
+        await asyncio.sleep(self._settings.process.drain_hand_over_s)
+        while True:
+            if (standby := self.pair.standby()) is not None:
+                error = ServiceError("DRAINING", "the scheduler is draining", retry_after_s=0.0)
+                self.driver.move_all(error.elsewhere(standby.endpoint))
+            await asyncio.sleep(_HAND_OVER_EVERY_S)
+
+
+def _endpoint(host: str, port: int) -> str:
+    """Return where clients reach a port, unless it is open on all addresses."""
+    if host in ("", "0.0.0.0", "::"):  # noqa: S104 - it is not listened on here
+        return ""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _make_core(settings: SchedulerSettings) -> SchedulerCore:

@@ -179,6 +179,11 @@ class WorkerServerSection(ServerSection):
         9465, description="Prometheus metrics on the same host; 0 is any free one, `none` is off"
     )
     worker_id: Name | None = Field(None, description="name of this worker in the fleet; by default host:port")
+    preferred_grace_s: Grace = Field(
+        1.0,
+        description="after the start, and after the stream of a scheduler was lost, those of a higher "
+        "rank are kept waiting for so many seconds",
+    )
 
 
 class WorkerProcessSection(ProcessSection):

@@ -17,6 +17,7 @@ from octavo.service.address import AddressTaken, check_address
 from octavo.service.loop_lag import LoopLag
 
 from worker_svc.api.convert import describe
+from worker_svc.api.reservation import Reservation
 from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
@@ -139,7 +140,8 @@ class WorkerProcess:
         """Serve until a signal comes and what runs is gone, or the engine has ended."""
         loaded = engine_loop.ready.result()
         terms = self._terms(worker_id, loaded)
-        sessions = Sessions(terms, engine_loop, self._metrics, loaded.faults)
+        reservation = Reservation(self._settings.server.preferred_grace_s)
+        sessions = Sessions(terms, engine_loop, self._metrics, loaded.faults, reservation)
         self._metrics.describe(loaded.info, terms.geometry)
         self._metrics.observe_pool(await engine_loop.call(lambda engine: engine.pool_report()))
         self._service.open(Business(describe(loaded.info, terms), sessions, loaded.faults))

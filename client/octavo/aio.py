@@ -88,6 +88,11 @@ class AsyncStream:
         return self._call.accepted
 
     @property
+    def no_worker_for(self) -> float:
+        """Seconds for which the service has had no worker for it, as last told; 0 when output comes."""
+        return self._call.no_worker_s
+
+    @property
     def result(self) -> GenerateResult:
         """The outcome, once the stream has ended. Raises the error that ended it."""
         if not self._call.done:

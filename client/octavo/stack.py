@@ -1,4 +1,4 @@
-"""A scheduler and its workers as child processes of this one, none of which outlives it.
+"""Schedulers and their workers as child processes of this one, none of which outlives it.
 
 For `octavo up`, for tests and for measurements. Start a stack from a thread that lives as long as the
 stack does: on Linux the children die with it.
@@ -59,6 +59,8 @@ class StackConfig:
     host: str = "127.0.0.1"
     port: int | None = None
     """Port of the scheduler; None is any free one."""
+    standby: bool = False
+    """Whether a second scheduler stands by, on any free port."""
     worker_port: int | None = None
     """Port of the first worker; the others follow. None is any free ones."""
     scheduler_args: Sequence[str] = ()
@@ -67,7 +69,7 @@ class StackConfig:
     """Port of an HTTP gateway; 0 is any free one, None is no gateway."""
     gateway_args: Sequence[str] = ()
     metrics: bool = False
-    """Whether scheduler and workers serve metrics: on their usual ports where these are free."""
+    """Whether schedulers and workers serve metrics: on their usual ports where these are free."""
     folder: Path | None = None
     """Where the logs go; None is a new temporary folder."""
     env: dict[str, str] = field(default_factory=dict)
@@ -184,12 +186,14 @@ class Stack:
         host = config.host
         self.models = (config.model,) if isinstance(config.model, str) else tuple(config.model)
         num_workers = config.num_workers * len(self.models)
-        scheduler_port, gateway_port, *ports = free_ports(2 + num_workers, host)
+        scheduler_port, standby_port, gateway_port, *ports = free_ports(3 + num_workers, host)
         if config.worker_port is not None:
             ports = [config.worker_port + index for index in range(num_workers)]
-        self._metrics_ports = _metrics_ports(1 + num_workers, host) if config.metrics else []
+        num_metrics = 1 + num_workers + config.standby
+        self._metrics_ports = _metrics_ports(num_metrics, host) if config.metrics else []
         self.workers = [self._worker(index, port) for index, port in enumerate(ports)]
         self.scheduler = self._scheduler(config.port or scheduler_port)
+        self.standby = self._standby(standby_port) if config.standby else None
         self.gateway = (
             self._gateway(config.gateway_port or gateway_port) if config.gateway_port is not None else None
         )
@@ -200,15 +204,25 @@ class Stack:
         return self.scheduler.address
 
     @property
+    def endpoints(self) -> str:
+        """Addresses of all schedulers as clients take them, the preferred one first."""
+        return ",".join(child.address for child in self.schedulers)
+
+    @property
+    def schedulers(self) -> list[Child]:
+        """The preferred one first."""
+        return [self.scheduler, *([self.standby] if self.standby is not None else [])]
+
+    @property
     def children(self) -> list[Child]:
         """All processes, in the order in which they are stopped."""
         gateway = [self.gateway] if self.gateway is not None else []
-        return [*gateway, self.scheduler, *self.workers]
+        return [*gateway, *self.schedulers, *self.workers]
 
     @property
     def metrics_addresses(self) -> dict[str, str]:
         """Where metrics are served, by name of the process; empty without `StackConfig.metrics`."""
-        names = ("scheduler", *(worker.name for worker in self.workers))
+        names = ("scheduler", *(worker.name for worker in self.workers), "standby")
         return {
             name: f"{self.config.host}:{port}" for name, port in zip(names, self._metrics_ports, strict=False)
         }
@@ -220,14 +234,21 @@ class Stack:
         return self._child(f"worker-{index}", address, [*arguments, *self.config.worker_args])
 
     def _scheduler(self, port: int) -> Child:
+        return self._scheduler_child("scheduler", port, self._metrics_flag(0))
+
+    def _standby(self, port: int) -> Child:
+        flags = "--rank", "1", *self._metrics_flag(-1)
+        return self._scheduler_child("standby", port, flags)
+
+    def _scheduler_child(self, name: str, port: int, flags: Sequence[str]) -> Child:
         address = f"{self.config.host}:{port}"
         workers = ",".join(worker.address for worker in self.workers)
-        arguments = ["scheduler", "--listen", address, "--workers", workers, *self._metrics_flag(0)]
-        return self._child("scheduler", address, [*arguments, *self.config.scheduler_args])
+        arguments = ["scheduler", "--listen", address, "--workers", workers, *flags]
+        return self._child(name, address, [*arguments, *self.config.scheduler_args])
 
     def _gateway(self, port: int) -> Child:
         address = f"{self.config.host}:{port}"
-        arguments = ["gateway", "--listen", address, "--endpoint", self.scheduler.address]
+        arguments = ["gateway", "--listen", address, "--endpoint", self.endpoints]
         return self._child("gateway", address, [*arguments, *self.config.gateway_args])
 
     def _metrics_flag(self, index: int) -> tuple[str, str]:
@@ -272,11 +293,13 @@ class Stack:
                     for what, share in self._progress():
                         on_progress(what, share)
                 time.sleep(_POLL_S)
-            while self.gateway is not None and not _listens(self.gateway.address):
-                self.check()
-                if time.monotonic() > give_up_at:
-                    raise StackError(f"the gateway is not ready within {timeout_s:g} s; see {self.folder}")
-                time.sleep(_POLL_S)
+            for child in (self.standby, self.gateway):
+                while child is not None and not _listens(child.address):
+                    self.check()
+                    if time.monotonic() > give_up_at:
+                        problem = f"{child.name} is not ready within {timeout_s:g} s; see {self.folder}"
+                        raise StackError(problem)
+                    time.sleep(_POLL_S)
 
     def _progress(self) -> Iterator[tuple[str, float]]:
         """Yield what the logs have told since the last call: how far models are, what is in the way."""
@@ -306,37 +329,48 @@ class Stack:
     def drain(self) -> int:
         """Let what runs end, as long as the services give it; return how many requests were cut.
 
-        The scheduler takes nothing new and waits for its grace at most; the gateway's streams end with its.
+        Schedulers take nothing new and wait for their grace at most; the gateway's streams end with theirs.
         Workers go on meanwhile. `stop()` ends what is left.
         """
+        # First the one that has nothing to run, as a rule: otherwise it would be handed what runs.
+        if self.standby is not None:
+            self._end([self.standby], _RESTART_GRACE_S)
         started = time.monotonic()
         for child in (self.gateway, self.scheduler):
             if child is not None:
                 child.signal(signal.SIGTERM)
         grace_s, cut = _DRAIN_GRACE_S, 0
         while True:
-            alive = self.scheduler.alive  # Before its log is read, so that its last words are heard.
-            for record in self.scheduler.new_records():
-                if record.get("event") == "draining":
-                    grace_s = float(record.get("grace_s") or grace_s)
-                elif record.get("event") == "drain_grace_over":
-                    cut = int(record["live_requests"])
+            # Before their logs are read, so that their last words are heard.
+            alive = any(child.alive for child in self.schedulers)
+            for child in self.schedulers:
+                for record in child.new_records():
+                    if record.get("event") == "draining":
+                        grace_s = float(record.get("grace_s") or grace_s)
+                    elif record.get("event") == "drain_grace_over":
+                        cut += int(record["live_requests"])
             if not alive or time.monotonic() > started + grace_s + _DRAIN_MARGIN_S:
                 return cut
             time.sleep(_POLL_S)
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End every process, gateway first, workers last; those that take over `grace_s` are killed."""
-        for group in ([self.gateway] if self.gateway else [], [self.scheduler], self.workers):
-            give_up_at = time.monotonic() + grace_s
-            for child in group:
-                child.signal(signal.SIGTERM)
-            for child in group:
-                if child.alive:
-                    with suppress(subprocess.TimeoutExpired):
-                        child.process.wait(max(0.0, give_up_at - time.monotonic()))
+        standby = [self.standby] if self.standby is not None else []
+        for group in ([self.gateway] if self.gateway else [], standby, [self.scheduler], self.workers):
+            self._end(group, grace_s)
         for child in self.children:
             child.kill()
+
+    @staticmethod
+    def _end(group: Sequence[Child], grace_s: float) -> None:
+        """Tell processes to end, and wait until they have, for so long at most."""
+        give_up_at = time.monotonic() + grace_s
+        for child in group:
+            child.signal(signal.SIGTERM)
+        for child in group:
+            if child.alive:
+                with suppress(subprocess.TimeoutExpired):
+                    child.process.wait(max(0.0, give_up_at - time.monotonic()))
 
     def __enter__(self) -> Self:
         self.start()

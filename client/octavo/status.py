@@ -64,7 +64,8 @@ class PoolStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker as its scheduler sees it. `state` is connecting, ready, draining or lost."""
+    """One worker as its scheduler sees it. `state` is connecting, ready, draining, held (by
+    another scheduler) or lost."""
 
     worker_id: str
     address: str
@@ -82,6 +83,10 @@ class WorkerStatus:
     """GPUs that it computes on together, 1 where it has none; 0 while it is not attached."""
     limits_reason: str = ""
     """How max_num_seqs and max_num_batched_tokens came about."""
+    held_by: str = ""
+    """The scheduler that holds it, when that is another one."""
+    held_by_endpoint: str = ""
+    """Where clients reach that one, if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +211,9 @@ class Status:
     """By model and name."""
     models: tuple[ModelInfo, ...] = ()
     """Those that requests may name."""
+    rank: int = 0
+    """0 is preferred: this scheduler takes workers over from those of a higher rank."""
+    endpoint: str = ""
+    """Where clients reach it, if it knows."""
+    standby: str | None = None
+    """Where clients reach the one that stands by for it; None when there is none."""

@@ -16,6 +16,7 @@ from scheduler_svc.api.convert import model_to_proto
 from scheduler_svc.core.snapshot import CoreSnapshot, OverloadSnapshot, QueueSnapshot, WorkerSnapshot
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.fleet.models import ModelRegistry
+from scheduler_svc.fleet.pair import Pair
 from scheduler_svc.fleet.pins import PinRegistry
 from scheduler_svc.fleet.workers import Fleet
 from scheduler_svc.observe.recent import History
@@ -35,6 +36,7 @@ class StatusSources:
     fleet: Fleet
     pins: PinRegistry
     models: ModelRegistry
+    pair: Pair
     key_file_problem: Callable[[], str | None]
     plan_log: PlanLogHealth | None
     ceiling: MemoryCeiling
@@ -55,6 +57,7 @@ class StatusCollector:
         sources = self._sources
         accounts, snapshot = sources.accounts, sources.driver.snapshot()
         workers = self._workers(snapshot)
+        standby = sources.pair.standby()
         return operations_pb2.Status(
             scheduler_id=self._scheduler_id,
             version=VERSION,
@@ -76,6 +79,9 @@ class StatusCollector:
             models=map(model_to_proto, sources.models),
             log_lines_dropped=logs.dropped(),
             plan_log=_plan_log(sources.plan_log),
+            rank=sources.pair.preference.rank(),
+            endpoint=sources.pair.endpoint,
+            standby=standby.endpoint if standby is not None else None,
         )
 
     def _pin_status(self, snapshot: CoreSnapshot) -> Iterable[operations_pb2.PinStatus]:
@@ -101,6 +107,8 @@ class StatusCollector:
                 state=link.state,
                 runner=link.runner,
             )
+            if (holder := link.held_by) is not None:
+                proto.held_by, proto.held_by_endpoint = holder.scheduler_id, holder.endpoint
             worker = known.get(link.worker_id)
             if worker is not None and link.state != "lost":
                 _fill_worker(proto, worker)

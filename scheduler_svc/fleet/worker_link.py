@@ -27,11 +27,13 @@ from octavo.protocol.later import unknown_fields
 from octavo.protocol.proxy import proxy_of, proxy_options
 from octavo.protocol.steps import PROTOCOL_VERSION, Admit, Plan
 from octavo.protocol.transport import CLIENT_OPTIONS
-from octavo.v1 import operations_pb2, worker_pb2, worker_pb2_grpc
+from octavo.service.status import error_in
+from octavo.v1 import common_pb2, operations_pb2, worker_pb2, worker_pb2_grpc
 
 from scheduler_svc.core.events import WorkerInfo
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.fleet.models import IncompatibleWorker, ModelRegistry, ServedModel
+from scheduler_svc.fleet.pair import Pair, Peer
 
 _log = structlog.get_logger()
 
@@ -44,6 +46,9 @@ _MAX_DELAY_S: Final = 0.5
 # A worker that is back should not wait to be found.
 _MAX_RECONNECT_MS: Final = 250
 _MAX_OUTGOING: Final = 1024
+_ASK_AGAIN_S: Final = 0.25
+"""A worker that another scheduler has is asked this often; a takeover may wait for so long."""
+_LEAVE_S: Final = 1.0
 # Converting this many tokens takes a few hundred microseconds.
 _SLICE_TOKENS: Final = 8192
 _TOKENS_PER_BIAS: Final = 8
@@ -70,7 +75,7 @@ class LinkStatus:
 
     address: str
     state: str = "connecting"
-    """connecting, ready, draining or lost."""
+    """connecting, ready, draining, held (by another scheduler) or lost."""
     worker_id: str = ""
     model: str = ""
     runner: str = ""
@@ -78,6 +83,10 @@ class LinkStatus:
     """GPUs that it computes on together."""
     limits_reason: str = ""
     """How its limits came about."""
+    held_by: Peer | None = None
+    """The other scheduler that has it, while that is so."""
+    asked_at: float = 0.0
+    """When the worker was last asked, which is how old that is."""
 
 
 class Epochs:
@@ -101,9 +110,12 @@ class LinkContext:
     epochs: Epochs
     driver: CoreDriver
     models: ModelRegistry
+    pair: Pair
     on_change: Callable[[], None]
     """Called when a worker has become ready, or is no more."""
     on_ready: Callable[[WorkerLink], None]
+    on_taken_over: Callable[[ServedModel], None]
+    """Called when a preferred scheduler has taken a worker of this model, which is not attached any more."""
     worker_ids: dict[str, WorkerLink] = field(default_factory=dict)
     """Who is attached, so that one worker behind two addresses is attached once."""
     drained: dict[str, str] = field(default_factory=dict)
@@ -120,6 +132,9 @@ class WorkerLink:
         self._session: asyncio.Task[None] | None = None
         self._outgoing: asyncio.Queue[_Outgoing] = asyncio.Queue(_MAX_OUTGOING)
         self._detach_reason: str | None = None
+        self._leaving = False
+        self._rank = 0
+        """As last said to the worker."""
         self._stub: worker_pb2_grpc.WorkerAsyncStub | None = None
         self.last_problem = ""
         self.tried = False
@@ -155,6 +170,8 @@ class WorkerLink:
                 finally:
                     # When this task is cancelled, the session ends with it.
                     await _cancel(self._session)
+                if self._leaving:
+                    return
                 # An attempt that took long has waited enough: a worker that loads its model answers late.
                 soon = self.attached or time.monotonic() - began > _MAX_DELAY_S
                 self._conclude(self._session)
@@ -180,6 +197,18 @@ class WorkerLink:
         self._detach_reason = reason
         if self._session is not None:
             self._session.cancel()
+
+    async def leave(self) -> None:
+        """Detach for good, so that the worker waits for nobody: another scheduler has it at once."""
+        self._leaving = True
+        if self.attached and self._session is not None:
+            self._send(worker_pb2.SchedulerMessage(leave=worker_pb2.Leave()))
+            await asyncio.wait([self._session], timeout=_LEAVE_S)
+
+    def follow_preference(self) -> None:
+        """Attach anew when the rank of this scheduler is another one now."""
+        if self.attached and self._rank != self._context.pair.preference.rank():
+            self.detach("the rank of this scheduler has changed")
 
     def drain(self) -> None:
         """Let the worker take nothing new, whatever befalls its stream, until its process is another."""
@@ -236,10 +265,47 @@ class WorkerLink:
             geometry = description.geometry
             # Contiguous memory shares nothing, so there is nothing to pin.
             self.pin_budget_blocks = geometry.pin_budget_blocks if geometry.paged else 0
-            await self._run_stream(stub, description, model)
+            await self._insist(stub, description, model)
         finally:
+            status.held_by = None
             context.models.release(description)
             del context.worker_ids[worker_id]
+
+    async def _insist(
+        self,
+        stub: worker_pb2_grpc.WorkerAsyncStub,
+        description: worker_pb2.WorkerDescription,
+        model: ServedModel,
+    ) -> None:
+        """Attach, and ask again for as long as another scheduler has the worker."""
+        while True:
+            try:
+                await self._run_stream(stub, description, model)
+            except grpc.aio.AioRpcError as failure:
+                refusal = error_in(failure)
+                reason = refusal.reason if refusal is not None else ""
+                if refusal is None or reason not in ("SCHEDULER_ATTACHED", "TAKEN_OVER", "RESERVED"):
+                    raise
+                if refusal.metadata.get("incarnation", description.incarnation) != description.incarnation:
+                    raise _Unusable("it was started anew while another scheduler had it") from None
+                self._held(refusal, model)
+                wait_s = refusal.retry_delay_ms / 1000 or _ASK_AGAIN_S
+            else:
+                return
+            await asyncio.sleep(wait_s)
+
+    def _held(self, refusal: common_pb2.Error, model: ServedModel) -> None:
+        """Take note of who has the worker; while it is reserved nobody has it."""
+        facts, status = refusal.metadata, self.status
+        former = status.held_by
+        status.held_by = None
+        if refusal.reason != "RESERVED":
+            status.held_by = Peer(facts.get("scheduler_id", ""), facts.get("endpoint", ""))
+        if status.held_by != former:
+            self._log.info("worker_held", worker_id=status.worker_id, problem=refusal.message)
+        self._become("held")
+        if refusal.reason == "TAKEN_OVER":
+            self._context.on_taken_over(model)
 
     async def _run_stream(
         self,
@@ -249,6 +315,8 @@ class WorkerLink:
     ) -> None:
         context, worker_id = self._context, description.worker_id
         self._outgoing = asyncio.Queue(_MAX_OUTGOING)
+        self._rank = context.pair.preference.rank()
+        self.status.asked_at = context.driver.clock()
         call: _Call = stub.Attach()  # type: ignore[call-arg]  # written to by hand
         sender: asyncio.Task[None] | None = None
         try:
@@ -257,6 +325,8 @@ class WorkerLink:
                 epoch=context.epochs.next(),
                 protocol_version=PROTOCOL_VERSION,
                 window=context.window,
+                rank=self._rank,
+                endpoint=context.pair.endpoint,
             )
             await call.write(worker_pb2.SchedulerMessage(hello=hello))
             async with asyncio.timeout(_WELCOME_TIMEOUT_S):
@@ -264,6 +334,7 @@ class WorkerLink:
             sending = self._pump(call, self._outgoing, share_sampling=description.shared_sampling)
             sender = asyncio.create_task(sending)
             model.workers.add(worker_id)
+            self.status.held_by = None
             self._become("draining" if info.draining else "ready")
             context.driver.worker_up(info, self)
             context.on_ready(self)
@@ -314,6 +385,9 @@ class WorkerLink:
                 case "draining":
                     self._become("draining")
                     driver.worker_draining(worker_id)
+                case "standby":
+                    standby = message.standby
+                    self._context.pair.heard(Peer(standby.scheduler_id, standby.endpoint))
                 case None if numbers := unknown_fields(message):
                     if not noted:
                         self._log.warning("unknown_message_ignored", worker_id=worker_id, fields=numbers)

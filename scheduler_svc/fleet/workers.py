@@ -10,6 +10,7 @@ from typing import Final
 
 import structlog
 
+from scheduler_svc.fleet.pair import Peer
 from scheduler_svc.fleet.worker_link import LinkContext, WorkerLink
 
 _log = structlog.get_logger()
@@ -48,6 +49,18 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def leave(self) -> None:
+        """Detach from all on purpose, so that another scheduler has them at once."""
+        await asyncio.gather(*(link.leave() for link in self))
+
+    def holder(self, model: str, since: float) -> Peer | None:
+        """Return a scheduler that has a worker of a model, by a worker that was asked after `since`."""
+        for link in self:
+            status = link.status
+            if status.model == model and status.held_by is not None and status.asked_at >= since:
+                return status.held_by
+        return None
 
     def find(self, worker_id: str) -> WorkerLink | None:
         """Return the link to an attached worker."""

@@ -81,6 +81,10 @@ class Outbox(ABC):
         """Return a new event to fill in."""
 
     @abstractmethod
+    def progress(self, request_id: str) -> pb.Progress:
+        """Return a new event to fill in."""
+
+    @abstractmethod
     def end(self, request_id: str, error: common_pb2.Error | None, *, told: bool) -> None:
         """Nothing more comes for a request. `told`: a Finished event has carried the error already."""
 
@@ -128,6 +132,11 @@ class GenerateOutbox(Outbox):
         """Return a new event."""
         del request_id
         return self._add().finished
+
+    def progress(self, request_id: str) -> pb.Progress:
+        """Return a new event."""
+        del request_id
+        return self._add().progress
 
     def end(self, request_id: str, error: common_pb2.Error | None, *, told: bool) -> None:
         """The call is over once what waits is written."""
@@ -219,6 +228,10 @@ class SessionOutbox(Outbox):
     def finished(self, request_id: str) -> pb.Finished:
         """Return a new event."""
         return self._add(request_id).finished
+
+    def progress(self, request_id: str) -> pb.Progress:
+        """Return a new event."""
+        return self._add(request_id).progress
 
     def end(self, request_id: str, error: common_pb2.Error | None, *, told: bool) -> None:
         """Tell the client, unless it knows."""

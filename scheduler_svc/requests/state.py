@@ -143,6 +143,7 @@ class RequestState:
         self._prompt_tokens = len(request.prompt_token_ids)
         self._seed = sampling.seed or 0
         self._error: common_pb2.Error | None = None
+        self._moved: ServiceError | None = None
         stops = StopStrings(sampling.stop) if sampling.stop else None
         tail = request.prompt_token_ids[-PROMPT_TAIL:]
         keep_special = call.keep_special_tokens
@@ -253,6 +254,12 @@ class RequestState:
     def on_finish(self, finish: FinishChoice) -> None:
         """A choice has ended."""
         choice = self.choices[finish.choice]
+        if self._moved is not None and finish.reason is FinishReason.CANCELLED and choice.over is None:
+            # Text that is held back is shown where the choice goes on.
+            self.account.choice_ended(finish, choice.num_tokens)
+            if finish.last:
+                self.fail(self._moved)
+            return
         text = choice.flush()
         if text:
             self._show(choice, text, (), None)
@@ -278,6 +285,19 @@ class RequestState:
         if finish.last:
             outcome = self._error.reason if self._error is not None else FinishReason(message.reason).name
             self._end(outcome, self._error, told=True)
+
+    def move(self, error: ServiceError) -> None:
+        """The request is about to be cancelled; its client is to be told this, and goes on elsewhere."""
+        self._moved = error
+
+    def tell_wait(self, waited_s: float, left_s: float | None) -> None:
+        """There is no worker for the request; in `left_s` it fails, if it ever does."""
+        progress = self._outbox.progress(self.request_id)
+        progress.reason = pb.WAIT_REASON_NO_WORKER
+        progress.waited_ms = round(waited_s * 1000)
+        if left_s is not None:
+            progress.left_ms = round(left_s * 1000)
+        self._outbox.grow(_EVENT_BYTES)
 
     def fail(self, error: ServiceError) -> None:
         """The request was refused, or failed as a whole."""

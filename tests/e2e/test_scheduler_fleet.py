@@ -127,7 +127,7 @@ async def test_standby_takes_over_when_the_first_scheduler_is_gone() -> None:
         async with scheduler(worker.address, scheduler_id="one") as first:
             await first.wait_ready()
             async with scheduler(worker.address, scheduler_id="two") as standby:
-                await until(lambda: any("FAILED_PRECONDITION" in p for p in problems(standby).values()))
+                await until(lambda: [link.status.state for link in standby.process.fleet] == ["held"])
                 running = asyncio.create_task(first.generate(text="with the first"))
                 assert (await running).text[0] == "with the first"
                 first.process.stop("test", 0.0)

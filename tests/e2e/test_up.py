@@ -247,6 +247,24 @@ def test_up_wrong_argument_of_a_worker_is_told_at_once(tmp_path: Path) -> None:
     assert re.search(r"worker-0 ended with exit code 2: .*max_num_seqs", error)
 
 
+def test_up_with_a_standby_names_both_and_lets_a_request_end(tmp_path: Path) -> None:
+    with up(tmp_path, *SIM, "--standby") as process:
+        said = read_until_up(process)
+        endpoints = re.findall(r"^  (?:scheduler|standby) +(\S+)$", said, re.MULTILINE)
+        assert f"--endpoint {','.join(endpoints)}" in said
+        first, second = endpoints
+        with Client(second) as client:
+            assert (client.status().rank, client.status().workers[0].held_by_endpoint) == (1, first)
+        with Client(endpoints, reconnect_timeout=0) as client:
+            stream = client.stream("go on", max_tokens=300, ignore_eos=True)
+            next(stream)
+            process.send_signal(signal.SIGTERM)
+            for _ in stream:
+                pass
+            assert len(stream.result.token_ids) == 300
+        assert process.wait(60) == 0
+
+
 def test_up_says_what_the_grace_of_its_services_has_cut(tmp_path: Path) -> None:
     with up(tmp_path, *SIM, "--scheduler-arg=--drain-grace-s=1") as process:
         endpoint = re.search(r"scheduler +(\S+)", read_until_up(process))

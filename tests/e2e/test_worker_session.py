@@ -114,14 +114,14 @@ async def test_welcome_waits_for_the_running_step_and_for_its_sequences_to_go(wo
 
 
 async def test_second_scheduler_is_refused_until_the_first_has_gone(worker: Worker) -> None:
-    async with worker.attach("one"), worker.connect() as stub:
+    async with worker.attach("one", endpoint="one:1"), worker.connect() as stub:
         second = Scheduler(stub)
         with pytest.raises((grpc.aio.AioRpcError, EOFError)):
             await second.hello("two", 9, 2)
         assert await refusal_of(second.call) == (
             grpc.StatusCode.FAILED_PRECONDITION,
             "SCHEDULER_ATTACHED",
-            {"scheduler_id": "one"},
+            {"scheduler_id": "one", "endpoint": "one:1", "incarnation": "i"},
         )
     await worker.vacant()
     async with worker.attach("two") as scheduler:

@@ -19,6 +19,7 @@ from octavo.v1 import worker_pb2 as pb
 
 from tests.e2e.scheduler_stack import WAIT_S, until
 from worker_svc.api.convert import describe
+from worker_svc.api.reservation import Reservation
 from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
 from worker_svc.config import WorkerSettings
@@ -55,11 +56,22 @@ class Gate:
         self._let_go.release(100)
 
 
+class Clock:
+    """The worker's clock, which moves when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Worker:
     """A worker in this process, and how to reach it."""
 
-    def __init__(self, address: str, gate: Gate, sessions: Sessions, loop: EngineLoop) -> None:
+    def __init__(self, address: str, gate: Gate, sessions: Sessions, loop: EngineLoop, clock: Clock) -> None:
         self.address = address
+        self.clock = clock
         self.gate = gate
         self.sessions = sessions
         self.loop = loop
@@ -71,12 +83,12 @@ class Worker:
 
     @asynccontextmanager
     async def attach(
-        self, scheduler_id: str = "one", epoch: int = 1, window: int = 2
+        self, scheduler_id: str = "one", epoch: int = 1, window: int = 2, **hello: Any
     ) -> AsyncIterator[Scheduler]:
         async with self.connect() as stub:
             scheduler = Scheduler(stub)
             try:
-                await scheduler.hello(scheduler_id, epoch, window)
+                await scheduler.hello(scheduler_id, epoch, window, **hello)
                 yield scheduler
             finally:
                 scheduler.call.cancel()
@@ -102,10 +114,9 @@ class Scheduler:
         self.welcome: pb.Welcome | None = None
         self.step = 0
 
-    async def hello(self, scheduler_id: str, epoch: int, window: int) -> None:
-        await self.send(
-            hello=pb.Hello(scheduler_id=scheduler_id, epoch=epoch, protocol_version=1, window=window)
-        )
+    async def hello(self, scheduler_id: str, epoch: int, window: int, **fields: Any) -> None:
+        hello = pb.Hello(scheduler_id=scheduler_id, epoch=epoch, protocol_version=1, window=window, **fields)
+        await self.send(hello=hello)
         message = await self.read()
         while not message.welcome.last:
             message = await self.read()
@@ -194,13 +205,15 @@ async def running(**flags: object) -> AsyncIterator[Worker]:
         limits=loaded.limits,
         simulated=True,
     )
-    sessions = Sessions(terms, loop, WorkerMetrics(), loaded.faults)
+    clock = Clock()
+    reservation = Reservation(settings.server.preferred_grace_s, clock)
+    sessions = Sessions(terms, loop, WorkerMetrics(), loaded.faults, reservation)
     service = WorkerService()
     service.open(Business(describe(loaded.info, terms), sessions, loaded.faults))
     server = WorkerServer(service)
     port = await server.start("127.0.0.1", 0)
     await server.set_serving(serving=True)
-    yield Worker(f"127.0.0.1:{port}", gate, sessions, loop)
+    yield Worker(f"127.0.0.1:{port}", gate, sessions, loop, clock)
     gate.open()
     await server.stop(0)
     assert loop.stop(WAIT_S)

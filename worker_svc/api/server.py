@@ -25,7 +25,15 @@ from worker_svc.engine.faults import Faults
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 LOADING_WAIT_S: Final = 10.0
 """How long `Describe` waits for the model; a scheduler waits a little longer for its answer."""
-_EXPECTED = {"LOADING", "SCHEDULER_ATTACHED", "STALE_EPOCH", "SUPERSEDED", "DRAINING"}
+_EXPECTED = {
+    "LOADING",
+    "SCHEDULER_ATTACHED",
+    "RESERVED",
+    "TAKEN_OVER",
+    "STALE_EPOCH",
+    "SUPERSEDED",
+    "DRAINING",
+}
 """Refusals in the ordinary course: a standby meets them every second."""
 log = structlog.get_logger(__name__)
 

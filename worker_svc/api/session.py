@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +34,7 @@ from octavo.protocol.steps import (
 )
 from octavo.v1 import worker_pb2
 
+from worker_svc.api.reservation import Reservation
 from worker_svc.api.status import Refusal, malformed
 from worker_svc.engine.audit import Audit, audit
 from worker_svc.engine.faults import FaultKind, Faults
@@ -43,6 +45,8 @@ from worker_svc.metrics import WorkerMetrics
 KEYS_PER_MESSAGE_BYTES: Final = 2**20
 MAX_WINDOW: Final = 64
 HELLO_TIMEOUT_S: Final = 10.0
+MAX_ENDPOINT: Final = 256
+_STANDBY_SAID_EVERY_S: Final = 1.0
 
 Stream = grpc.aio.ServicerContext[worker_pb2.SchedulerMessage, worker_pb2.WorkerMessage]
 log = structlog.get_logger(__name__)
@@ -95,11 +99,15 @@ class SchedulerSession:
     ) -> None:
         self.scheduler_id = hello.scheduler_id
         self.epoch = hello.epoch
+        self.rank = hello.rank
+        self.endpoint = hello.endpoint
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the session must end from this side; may hold a Refusal."""
         self.num_live = 0
         self.outstanding = 0
         """Plans that wait for their reports."""
+        self.left = False
+        """The scheduler has ended it on purpose."""
         self._window = hello.window
         self._terms = terms
         self._loop = loop
@@ -117,12 +125,18 @@ class SchedulerSession:
         """Serve the stream until it ends.
 
         Raises:
-            Refusal: the scheduler broke the protocol, or a newer stream of it has come.
+            Refusal: the scheduler broke the protocol, or another stream has taken over.
         """
         cache = await self._loop.call(_read_cache)
         for welcome in welcomes(self._terms, cache):
             await stream.write(worker_pb2.WorkerMessage(welcome=welcome))
-        log.info("session_started", scheduler_id=self.scheduler_id, epoch=self.epoch, window=self._window)
+        log.info(
+            "session_started",
+            scheduler_id=self.scheduler_id,
+            rank=self.rank,
+            epoch=self.epoch,
+            window=self._window,
+        )
         reader = asyncio.create_task(self._read(stream))
         writer = asyncio.create_task(self._write(stream))
         try:
@@ -134,17 +148,33 @@ class SchedulerSession:
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
 
-    def supersede(self) -> None:
-        """End this session: a newer stream of the same scheduler has come."""
-        if not self.ended.done():
-            message = "a newer stream of this scheduler has taken over"
-            self.ended.set_exception(Refusal(grpc.StatusCode.ABORTED, "SUPERSEDED", message))
+    def supersede(self, hello: worker_pb2.Hello) -> None:
+        """End this session: a newer stream of the same scheduler has come, or a preferred scheduler."""
+        aborted = grpc.StatusCode.ABORTED
+        if hello.scheduler_id == self.scheduler_id:
+            self._end(Refusal(aborted, "SUPERSEDED", "a newer stream of this scheduler has taken over"))
+            return
+        message = f"scheduler {hello.scheduler_id} of rank {hello.rank} has taken over"
+        refusal = Refusal(
+            aborted, "TAKEN_OVER", message, scheduler_id=hello.scheduler_id, endpoint=hello.endpoint
+        )
+        self._end(refusal)
 
     def drop(self) -> None:
         """End this session without a reason, as a broken connection would."""
+        message = "the stream was dropped by an injected fault"
+        self._end(Refusal(grpc.StatusCode.UNAVAILABLE, "STREAM_DROPPED", message))
+
+    def _end(self, refusal: Refusal) -> None:
         if not self.ended.done():
-            message = "the stream was dropped by an injected fault"
-            self.ended.set_exception(Refusal(grpc.StatusCode.UNAVAILABLE, "STREAM_DROPPED", message))
+            self.ended.set_exception(refusal)
+
+    def standby(self, hello: worker_pb2.Hello) -> None:
+        """Tell the scheduler who would take the worker at once."""
+        standby = worker_pb2.Standby(
+            scheduler_id=hello.scheduler_id, rank=hello.rank, endpoint=hello.endpoint
+        )
+        self._outbox.put_nowait(worker_pb2.WorkerMessage(standby=standby))
 
     def drain(self, reason: str) -> None:
         """Tell the scheduler to send no more; the session ends when its sequences are gone."""
@@ -176,6 +206,9 @@ class SchedulerSession:
                     self._loop.call(partial(_cancel, handles=tuple(message.cancel.handles)))
                 elif kind == "pin":
                     self._on_pin(message.pin.name, keys_from_proto(message.pin.keys, "pin.keys"))
+                elif kind == "leave":
+                    self.left = True
+                    return
                 elif kind is None and unknown_fields(message):
                     self._note_unknown(message)
                 else:
@@ -247,12 +280,19 @@ class Sessions:
     """Holds the one session there may be, and decides who gets it."""
 
     def __init__(
-        self, terms: Terms, loop: EngineLoop, metrics: WorkerMetrics, faults: Faults | None = None
+        self,
+        terms: Terms,
+        loop: EngineLoop,
+        metrics: WorkerMetrics,
+        faults: Faults | None = None,
+        reservation: Reservation | None = None,
     ) -> None:
         self._terms = terms
         self._loop = loop
         self._metrics = metrics
         self._faults = Faults() if faults is None else faults
+        self._reservation = reservation or Reservation()
+        self._standby_said_at = -math.inf
         self._current: SchedulerSession | None = None
         self._draining = False
         self.drained = asyncio.Event()
@@ -267,7 +307,8 @@ class Sessions:
         """Begin a session; the sequences of the one before are gone before its Welcome is sent.
 
         Raises:
-            Refusal: somebody else is attached, the stream is an old one, or the worker drains.
+            Refusal: somebody no worse is attached or expected back, the stream is an old one, or the
+                worker drains.
         """
         precondition = grpc.StatusCode.FAILED_PRECONDITION
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -276,21 +317,54 @@ class Sessions:
         if not hello.scheduler_id or not 1 <= hello.window <= MAX_WINDOW:
             message = f"hello: scheduler_id must be set and window in [1, {MAX_WINDOW}]"
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", message)
+        if len(hello.endpoint) > MAX_ENDPOINT:
+            message = f"hello: endpoint must have at most {MAX_ENDPOINT} characters"
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", message)
         if self._draining:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the worker is draining")
         former = self._current
-        if former is not None:
-            if former.scheduler_id != hello.scheduler_id:
-                message = f"scheduler {former.scheduler_id} is attached"
-                raise Refusal(precondition, "SCHEDULER_ATTACHED", message, scheduler_id=former.scheduler_id)
-            if hello.epoch <= former.epoch:
-                message = f"epoch {hello.epoch} is not above {former.epoch}, which is attached"
-                raise Refusal(precondition, "STALE_EPOCH", message)
-            former.supersede()
+        if former is None:
+            self._check_reservation(hello)
+        else:
+            self._check_precedence(hello, former)
+            former.supersede(hello)
             self.close(former)
         self._current = SchedulerSession(hello, self._terms, self._loop, self._metrics, self._faults)
         self._metrics.set_attached(True)
         return self._current
+
+    def _check_reservation(self, hello: worker_pb2.Hello) -> None:
+        """Raise Refusal when a preferred scheduler is expected to come."""
+        left_s = self._reservation.left_s(hello.rank)
+        if left_s > 0:
+            raise Refusal(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "RESERVED",
+                f"for {left_s:.3f} s more this worker is kept for a scheduler that is preferred",
+                retry_after_s=left_s,
+                incarnation=self._terms.incarnation,
+            )
+
+    def _check_precedence(self, hello: worker_pb2.Hello, former: SchedulerSession) -> None:
+        """Raise Refusal when a scheduler may not take the worker from the one that has it."""
+        precondition = grpc.StatusCode.FAILED_PRECONDITION
+        if former.scheduler_id == hello.scheduler_id:
+            if hello.epoch <= former.epoch:
+                message = f"epoch {hello.epoch} is not above {former.epoch}, which is attached"
+                raise Refusal(precondition, "STALE_EPOCH", message)
+        elif hello.rank >= former.rank:
+            now = self._reservation.clock()
+            if now >= self._standby_said_at + _STANDBY_SAID_EVERY_S:
+                self._standby_said_at = now
+                former.standby(hello)
+            raise Refusal(
+                precondition,
+                "SCHEDULER_ATTACHED",
+                f"scheduler {former.scheduler_id} of rank {former.rank} is attached",
+                scheduler_id=former.scheduler_id,
+                endpoint=former.endpoint,
+                incarnation=self._terms.incarnation,
+            )
 
     def close(self, session: SchedulerSession) -> None:
         """End a session; harmless when it has been superseded."""
@@ -299,6 +373,10 @@ class Sessions:
         self._current = None
         self._metrics.set_attached(False)
         session.close()
+        if session.left:
+            self._reservation.end()
+        else:
+            self._reservation.renew(session.rank)
         log.info("session_ended", scheduler_id=session.scheduler_id, epoch=session.epoch)
         if self._draining:
             self.drained.set()

@@ -75,7 +75,6 @@ class Call:
     """
 
     __slots__ = (
-        "_accepted_by",
         "_bounds",
         "_ended",
         "_fresh",
@@ -88,8 +87,10 @@ class Call:
         "done",
         "ends_to_come",
         "error",
+        "no_worker_s",
         "request_id",
         "timer",
+        "trouble_since",
     )
 
     def __init__(
@@ -104,6 +105,10 @@ class Call:
         self.done = False
         self.error: OctavoError | None = None
         self.timer: asyncio.TimerHandle | None = None
+        self.trouble_since: float | None = None
+        """When it was first sent elsewhere without any output since."""
+        self.no_worker_s = 0.0
+        """For how long it has waited for a worker to be there, as last told."""
         self._bounds: dict[_Bound, float] = {}
         self._request = request
         self._outputs = [_Output() for _ in range(max(1, request.sampling.n))]
@@ -111,11 +116,6 @@ class Call:
         self._live = live
         self._fresh = False
         self._ended: list[Choice] = []
-        self._accepted_by: object = None
-
-    def accepted_by(self, stream: object) -> bool:
-        """Return whether the scheduler behind this stream took the request."""
-        return self._accepted_by is stream
 
     def begin(self, now: float) -> None:
         """Let the time run that the terms allow; it runs from the first call on."""
@@ -173,7 +173,7 @@ class Call:
             rest.terms.ClearField("ttft_deadline_ms")
         return rest
 
-    def apply(self, event: pb.RequestEvent, stream: object) -> None:
+    def apply(self, event: pb.RequestEvent) -> None:
         """Take in what happened on the server."""
         match event.WhichOneof("event"):
             case "delta":
@@ -181,6 +181,7 @@ class Call:
                 output = self._outputs[delta.choice]
                 # A choice that had ended before the stream was lost is not told twice.
                 if output.finished is None:
+                    self.trouble_since, self.no_worker_s = None, 0.0
                     output.add(delta)
                     self._fresh = True
                     if self._live:
@@ -188,11 +189,12 @@ class Call:
             case "finished":
                 self._finish_choice(event.finished)
             case "accepted":
-                self._accepted_by = stream
                 if self.accepted is None:
                     self.accepted = wire.accepted(event.accepted)
                 if self._live:
                     self._on_change()
+            case "progress":
+                self.no_worker_s = event.progress.waited_ms / 1000
             case "error":
                 self.fail(error_of(wire.error_info(event.error)))
             case None:

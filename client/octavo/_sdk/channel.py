@@ -32,13 +32,19 @@ _SCHEMES: Final = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
 _OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Find a half-open connection while requests run on it.
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    # Find a half-open connection, or a process that stands still, while requests run on it.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    # A keepalive that finds another ping under way waits for that one, by default for a minute. Bandwidth
+    # probes are such pings; a wide window from the start does without them.
+    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 1 << 20),
     # Each dial makes a connection of its own, and may try at once.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # This one bounds a connection attempt, whatever its name.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 # The scheduler puts its `octavo.v1.Error` there, beside the google.rpc.Status that others read.
@@ -47,6 +53,13 @@ _UNREACHABLE: Final = "UNREACHABLE"
 # Reasons of a call that reached no scheduler, or one that is gone: gRPC's own, and ours.
 _GONE: Final = ("UNAVAILABLE", _UNREACHABLE)
 _DIAL_TIMEOUT_S: Final = 5.0
+# One of several that has not answered for this long is not waited for alone.
+_STAGGER_S: Final = 0.3
+_HEALTH_TIMEOUT_S: Final = 2.0
+# grpc.health.v1, without its package: an empty request asks for the server as a whole, the answer's first
+# field is its state.
+HEALTH_METHOD: Final = "/grpc.health.v1.Health/Check"
+SERVING: Final = b"\x08\x01"
 # Part of gRPC's account of a failed connection -> what a person wants to know.
 _PLAIN_WORDS: Final = {
     "connection refused": "connection refused",
@@ -154,20 +167,73 @@ class Endpoints:
         self._order.remove(endpoint)
         self._order.append(endpoint)
 
+    def prefer(self, endpoint: str) -> bool:
+        """Prefer an endpoint from now on, and return whether it is one of ours; others are never called."""
+        if endpoint not in self._order:
+            return False
+        self._order.remove(endpoint)
+        self._order.insert(0, endpoint)
+        return True
+
     async def dial(self) -> Connection:
-        """Connect to the first endpoint that can be reached; each is tried once.
+        """Connect to the first endpoint that serves or, where none does, to the first that can be reached.
+
+        Each is tried once. One that is slow to answer holds up the next for a moment only.
 
         Raises:
-            UnavailableError: none can; says why for each.
+            UnavailableError: none can be reached; says why for each.
         """
-        failures = []
-        for endpoint in list(self._order):
-            try:
-                return await _dial(endpoint, self._metadata)
-            except UnavailableError as error:
-                failures.append(error.message)
-                self.demote(endpoint)
-        raise UnavailableError("; ".join(failures), ErrorInfo(_UNREACHABLE, "", 14))
+        waiting, failures = list(self._order), list[str]()
+        attempts: dict[asyncio.Task[tuple[Connection, bool]], str] = {}
+        idle: dict[str, Connection] = {}
+        chosen: Connection | None = None
+        try:
+            while chosen is None and (waiting or attempts):
+                if waiting:
+                    endpoint = waiting.pop(0)
+                    attempts[asyncio.create_task(self._try(endpoint))] = endpoint
+                timeout_s = _STAGGER_S if waiting or idle else None
+                done, _ = await asyncio.wait(attempts, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    endpoint = attempts.pop(task)
+                    try:
+                        connection, serves = task.result()
+                    except UnavailableError as error:
+                        failures.append(error.message)
+                        self.demote(endpoint)
+                        continue
+                    if serves and chosen is None:
+                        chosen = connection
+                    else:
+                        idle[endpoint] = connection
+                if not done and not waiting and idle:
+                    break
+            if chosen is None and idle:
+                chosen = idle.pop(next(endpoint for endpoint in self._order if endpoint in idle))
+        finally:
+            await self._abandon(attempts, idle.values())
+        if chosen is None:
+            raise UnavailableError("; ".join(failures), ErrorInfo(_UNREACHABLE, "", 14))
+        return chosen
+
+    async def _try(self, endpoint: str) -> tuple[Connection, bool]:
+        """Connect, and return whether the scheduler serves; the only one there is need not be asked."""
+        connection = await _dial(endpoint, self._metadata)
+        return connection, len(self._order) == 1 or await _serves(connection)
+
+    @staticmethod
+    async def _abandon(
+        attempts: Iterable[asyncio.Task[tuple[Connection, bool]]], idle: Iterable[Connection]
+    ) -> None:
+        """Close what was tried and not chosen."""
+        connections = list(idle)
+        for task in attempts:
+            task.cancel()
+        for outcome in await asyncio.gather(*attempts, return_exceptions=True):
+            if isinstance(outcome, tuple):
+                connections.append(outcome[0])
+        for connection in connections:
+            await connection.close()
 
     async def unary(self, call: Callable[[Connection], Awaitable[_T]], timeout_s: float) -> _T:
         """Make a call that may safely be made again; moves on from endpoints that are gone.
@@ -265,6 +331,17 @@ async def _dial(endpoint: str, metadata: tuple[tuple[str, str], ...]) -> Connect
         if not ready:
             await connection.close()
     return connection
+
+
+async def _serves(connection: Connection) -> bool:
+    """Return whether a scheduler takes requests: it has workers, and does not drain."""
+    check = connection.channel.unary_unary(
+        HEALTH_METHOD, request_serializer=bytes, response_deserializer=bytes
+    )
+    try:
+        return bytes(await check(b"", timeout=_HEALTH_TIMEOUT_S)) == SERVING
+    except grpc.aio.AioRpcError as error:
+        return error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def _why(connection: Connection) -> str:

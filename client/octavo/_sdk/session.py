@@ -325,12 +325,12 @@ class Transport:
                 call.put_back()
                 self._pause_for(event.error.retry_delay_ms / 1000)
                 continue
-            if self._may_try_elsewhere(call, event.error, stream):
+            if self._may_try_elsewhere(call, event.error):
                 self._waiting[call.request_id] = calls.pop(call.request_id)
-                self._move_away(stream, wire.error_info(event.error))
+                self._move_away(stream, call, wire.error_info(event.error))
                 continue
             try:
-                call.apply(event, stream)
+                call.apply(event)
             except Exception as error:  # noqa: BLE001 - told to the one whose event it is
                 self.cancel(call, InternalError(f"an event of the service could not be read: {error!r}"))
                 calls.pop(call.request_id, None)
@@ -364,26 +364,35 @@ class Transport:
             self._give_up_if_late(error)
         self._flush()
 
-    def _may_try_elsewhere(self, call: Call, error: common_pb2.Error, stream: SessionStream) -> bool:
-        """Return whether a refusal is no reason to fail: the next scheduler, or this one soon, may take it.
+    def _may_try_elsewhere(self, call: Call, error: common_pb2.Error) -> bool:
+        """Return whether an error is no reason to fail: the next scheduler, or this one soon, may take it.
 
-        A scheduler that drains is about to be replaced. One without a worker may have just been started;
-        a request that came through its predecessor, or that has another way to go, need not fail for that.
+        A scheduler that drains is about to be replaced. One without a worker may have just been started,
+        or another one has its workers; a new request that has no other way to go need not wait for that.
         """
-        if call.accepted_by(stream):
-            return False
         if error.reason == "NO_WORKER":
-            return call.attempts > 1 or len(self._endpoints) > 1
+            return call.accepted is not None or call.attempts > 1 or len(self._endpoints) > 1
         return error.reason == "DRAINING"
 
-    def _move_away(self, stream: SessionStream, info: ErrorInfo) -> None:
-        """Leave a scheduler to those of our requests that run there."""
+    def _move_away(self, stream: SessionStream, call: Call, info: ErrorInfo) -> None:
+        """Leave a scheduler to those of our requests that run there; this one goes on elsewhere.
+
+        Where it says which scheduler has the workers, that one is asked next, if it is one of ours.
+        """
         if self._stream is stream:
             self._stream = None
             self._retiring.add(stream)
             self._calm_if_settled(stream)
-            self._endpoints.demote(stream.connection.endpoint)
-        self._give_up_if_late(UnavailableError(info.message, info))
+            if not self._endpoints.prefer(info.metadata.get("endpoint", "")):
+                self._endpoints.demote(stream.connection.endpoint)
+        error = UnavailableError(info.message, info)
+        now = self._loop.time()
+        if call.trouble_since is None:
+            call.trouble_since = now
+        elif now - call.trouble_since >= self._limit_s:
+            del self._waiting[call.request_id]
+            call.fail(error)
+        self._give_up_if_late(error)
 
     def _retire_if_empty(self, stream: SessionStream) -> None:
         if stream in self._retiring and not stream.calls:
@@ -408,11 +417,15 @@ class Transport:
         now = self._loop.time()
         if self._trouble_since is None:
             self._trouble_since = now
-        limit = self._patience.reconnect_s if self._connected_before else self._patience.connect_s
-        if now - self._trouble_since < limit:
+        if now - self._trouble_since < self._limit_s:
             return
         info = ErrorInfo(error.reason, error.message, retry_after_s=error.retry_after_s)
         self._fail_waiting(UnavailableError(error.message, info))
+
+    @property
+    def _limit_s(self) -> float:
+        """How long trouble may last."""
+        return self._patience.reconnect_s if self._connected_before else self._patience.connect_s
 
     def _fail_waiting(self, error: OctavoError) -> None:
         calls, self._waiting = list(self._waiting.values()), {}

@@ -377,6 +377,9 @@ def status(message: operations_pb2.Status) -> Status:
         max_rss_bytes=message.max_rss_bytes,
         pins=tuple(PinStatus(one.name, one.model, one.blocks, tuple(one.workers)) for one in message.pins),
         models=tuple(model_info(one) for one in message.models),
+        rank=message.rank,
+        endpoint=message.endpoint,
+        standby=given(message, "standby"),
     )
 
 
@@ -460,4 +463,6 @@ def _worker(message: operations_pb2.WorkerStatus) -> WorkerStatus:
         runner=message.runner,
         devices=message.devices,
         limits_reason=message.limits_reason,
+        held_by=message.held_by,
+        held_by_endpoint=message.held_by_endpoint,
     )

@@ -41,6 +41,7 @@ COMMANDS: Final = {
     "status": ("octavo.cli.status", "show what a scheduler is doing"),
     "pin": ("octavo.cli.pins", "keep a prefix in KV memory, whatever the load"),
     "unpin": ("octavo.cli.pins", "let a pinned prefix go"),
+    "drain": ("octavo.cli.drain", "take a worker or a scheduler out of service, and let what runs end"),
     "audit": ("octavo.cli.audit", "have workers verify their books, while they serve"),
     "health": ("octavo.cli.health", "say whether a service takes work"),
     "doctor": ("octavo.cli.doctor", "look whether Octavo would run on this machine, and what to do if not"),

@@ -15,7 +15,13 @@ from octavo.client import Client
 from octavo.sampling import SCALARS
 from octavo.status import HistoryPoint, OverloadStatus, Status
 
-_STATE_COLOURS: Final = {"ready": "green", "draining": "yellow", "connecting": "yellow", "lost": "red"}
+_STATE_COLOURS: Final = {
+    "ready": "green",
+    "draining": "yellow",
+    "connecting": "yellow",
+    "held": "yellow",
+    "lost": "red",
+}
 _MAX_POINTS: Final = 300
 # The other screen of the terminal, where long lines are cut, without a cursor.
 _OPEN_SCREEN: Final = "\x1b[?1049h\x1b[?7l\x1b[?25l"
@@ -89,7 +95,7 @@ def show(status: Status, points: Sequence[HistoryPoint] | None = None) -> str:
     up, version = output.duration(status.uptime_s), status.version
     live, arrivals, speed = status.live_requests, status.arrivals, status.rates.requests_per_s
     lines = [
-        f"scheduler {name}  {output.paint(state, colour)}  up {up}  version {version}",
+        f"scheduler {name}  {output.paint(state, colour)}  up {up}  version {version}{_pair(status)}",
         f"requests  {live} live, {arrivals} so far, {speed:.1f} per second",
     ]
     lines += _rates(status) if points is None else ["", control_loop(status, points)]
@@ -106,7 +112,7 @@ def show(status: Status, points: Sequence[HistoryPoint] | None = None) -> str:
     if status.rss_bytes >= status.max_rss_bytes > 0:
         mib = f"{status.rss_bytes >> 20} of {status.max_rss_bytes >> 20} MiB"
         lines.append(output.paint(f"memory  {mib}: new requests are refused", "red"))
-    lines += ["", _workers(status), *_limits(status), *_models(status)]
+    lines += ["", _workers(status), *_holders(status), *_limits(status), *_models(status)]
     if status.tenants and [tenant.tenant for tenant in status.tenants] != ["anonymous"]:
         lines += ["", _tenants(status)]
     if status.pins:
@@ -117,6 +123,13 @@ def show(status: Status, points: Sequence[HistoryPoint] | None = None) -> str:
         ended = sorted(status.outcomes.items(), key=lambda item: -item[1])
         lines += ["", "ended     " + ", ".join(f"{count} {reason}" for reason, count in ended)]
     return "\n".join(lines)
+
+
+def _pair(status: Status) -> str:
+    """How it stands to another scheduler of the same workers, if there is one."""
+    if status.standby is not None:
+        return f"  rank {status.rank}, {status.standby or 'another'} stands by"
+    return f"  rank {status.rank}" if status.rank else ""
 
 
 def _rates(status: Status) -> list[str]:
@@ -174,6 +187,16 @@ def _workers(status: Status) -> str:
     for state, colour in _STATE_COLOURS.items():
         text = text.replace(f" {state} ", f" {output.paint(state, colour)} ")
     return text
+
+
+def _holders(status: Status) -> list[str]:
+    """Which other schedulers hold workers, and which."""
+    workers: dict[str, list[str]] = {}
+    for worker in status.workers:
+        if worker.held_by:
+            holder = f"{worker.held_by} {worker.held_by_endpoint}".strip()
+            workers.setdefault(holder, []).append(worker.worker_id)
+    return [f"held      by {holder}: {', '.join(names)}" for holder, names in workers.items()]
 
 
 def _limits(status: Status) -> list[str]:

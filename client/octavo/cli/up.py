@@ -49,6 +49,11 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         "--port", type=int, default=50051, help="port of the scheduler; 0 is any free one (default: 50051)"
     )
     parser.add_argument(
+        "--standby",
+        action="store_true",
+        help="run a second scheduler, on any free port, which takes over when the first one is gone",
+    )
+    parser.add_argument(
         "--worker-port",
         type=int,
         default=50061,
@@ -80,7 +85,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         action="append",
         default=[],
         metavar="ARG",
-        help="further argument of the scheduler",
+        help="further argument of each scheduler",
     )
     parser.add_argument(
         "--worker-arg",
@@ -165,12 +170,12 @@ def _drain(stack: Stack) -> None:
 
 
 def _live_requests(stack: Stack) -> int:
-    """Return how many requests have come and not ended, 0 where the scheduler cannot tell."""
-    try:
-        with Client(stack.endpoint, connect_timeout=_WATCH_S) as client:
-            return client.status().live_requests
-    except OctavoError:
-        return 0
+    """Return how many requests have come and not ended, none where a scheduler cannot tell."""
+    live = 0
+    for scheduler in stack.schedulers:
+        with suppress(OctavoError), Client(scheduler.address, connect_timeout=_WATCH_S) as client:
+            live += client.status().live_requests
+    return live
 
 
 def _stack(arguments: argparse.Namespace) -> Stack:
@@ -186,6 +191,7 @@ def _stack(arguments: argparse.Namespace) -> Stack:
                 num_workers=arguments.workers,
                 host=arguments.host,
                 port=arguments.port or free_port(arguments.host),
+                standby=arguments.standby,
                 worker_port=arguments.worker_port or None,
                 scheduler_args=arguments.scheduler_arg,
                 worker_args=arguments.worker_arg,
@@ -231,9 +237,10 @@ def _announce(stack: Stack) -> None:
     with Client(stack.endpoint) as client:
         models = ", ".join(f"{model.id} (context {model.max_model_len})" for model in client.models())
     default = stack.endpoint == "127.0.0.1:50051"
-    flag = "" if default else f" --endpoint {stack.endpoint}"
+    flag = "" if default and stack.standby is None else f" --endpoint {stack.endpoints}"
     print(f"{output.paint('Octavo is up.', 'green')}  {models}")
-    print(f"  scheduler  {stack.endpoint}")
+    for scheduler in stack.schedulers:
+        print(f"  {scheduler.name:<9}  {scheduler.address}")
     for worker in stack.workers:
         print(f"  {worker.name:<9}  {worker.address}")
     if stack.gateway is not None:

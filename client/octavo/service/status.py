@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, NoReturn
+from collections.abc import Iterable
+from typing import Any, Final, NoReturn, cast
 
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from octavo.v1 import common_pb2
@@ -49,6 +51,16 @@ def status_of(error: common_pb2.Error) -> status_pb2.Status:
             )
         )
     return status_pb2.Status(code=error.code, message=error.message, details=details)
+
+
+def error_in(failure: grpc.aio.AioRpcError) -> common_pb2.Error | None:
+    """Return what a call ended with, if one of our services ended it."""
+    trailer = cast("Iterable[tuple[str, str | bytes]]", failure.trailing_metadata() or ())
+    value = dict(trailer).get(ERROR_KEY)
+    try:
+        return common_pb2.Error.FromString(value) if isinstance(value, bytes) else None
+    except DecodeError:
+        return None
 
 
 def trailing_metadata(error: common_pb2.Error) -> tuple[tuple[str, bytes], ...]:

@@ -7,11 +7,35 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import octavo.v1.common_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _WaitReason:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _WaitReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WaitReason.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    WAIT_REASON_UNSPECIFIED: _WaitReason.ValueType  # 0
+    WAIT_REASON_NO_WORKER: _WaitReason.ValueType  # 1
+    """The scheduler has no worker for the model."""
+
+class WaitReason(_WaitReason, metaclass=_WaitReasonEnumTypeWrapper): ...
+
+WAIT_REASON_UNSPECIFIED: WaitReason.ValueType  # 0
+WAIT_REASON_NO_WORKER: WaitReason.ValueType  # 1
+"""The scheduler has no worker for the model."""
+global___WaitReason = WaitReason
 
 @typing.final
 class GenerateRequest(google.protobuf.message.Message):
@@ -268,22 +292,26 @@ class GenerateEvent(google.protobuf.message.Message):
     ACCEPTED_FIELD_NUMBER: builtins.int
     DELTA_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     @property
     def accepted(self) -> global___Accepted: ...
     @property
     def delta(self) -> global___Delta: ...
     @property
     def finished(self) -> global___Finished: ...
+    @property
+    def progress(self) -> global___Progress: ...
     def __init__(
         self,
         *,
         accepted: global___Accepted | None = ...,
         delta: global___Delta | None = ...,
         finished: global___Finished | None = ...,
+        progress: global___Progress | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "delta", "finished"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished", "progress", b"progress"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished", "progress", b"progress"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "delta", "finished", "progress"] | None: ...
 
 global___GenerateEvent = GenerateEvent
 
@@ -359,6 +387,33 @@ class Delta(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["choice", b"choice", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
 
 global___Delta = Delta
+
+@typing.final
+class Progress(google.protobuf.message.Message):
+    """Why nothing comes. Said each second while it lasts."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: builtins.int
+    WAITED_MS_FIELD_NUMBER: builtins.int
+    LEFT_MS_FIELD_NUMBER: builtins.int
+    reason: global___WaitReason.ValueType
+    waited_ms: builtins.int
+    """For how long it has lasted."""
+    left_ms: builtins.int
+    """After so much more of it the request fails; absent when it may last for ever."""
+    def __init__(
+        self,
+        *,
+        reason: global___WaitReason.ValueType = ...,
+        waited_ms: builtins.int = ...,
+        left_ms: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_left_ms", b"_left_ms", "left_ms", b"left_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_left_ms", b"_left_ms", "left_ms", b"left_ms", "reason", b"reason", "waited_ms", b"waited_ms"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_left_ms", b"_left_ms"]) -> typing.Literal["left_ms"] | None: ...
+
+global___Progress = Progress
 
 @typing.final
 class Finished(google.protobuf.message.Message):
@@ -524,6 +579,7 @@ class RequestEvent(google.protobuf.message.Message):
     DELTA_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     @property
     def accepted(self) -> global___Accepted: ...
@@ -535,6 +591,8 @@ class RequestEvent(google.protobuf.message.Message):
     def error(self) -> octavo.v1.common_pb2.Error:
         """The request was refused or failed as a whole; nothing follows."""
 
+    @property
+    def progress(self) -> global___Progress: ...
     def __init__(
         self,
         *,
@@ -543,10 +601,11 @@ class RequestEvent(google.protobuf.message.Message):
         delta: global___Delta | None = ...,
         finished: global___Finished | None = ...,
         error: octavo.v1.common_pb2.Error | None = ...,
+        progress: global___Progress | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "error", b"error", "event", b"event", "finished", b"finished"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "error", b"error", "event", b"event", "finished", b"finished", "request_id", b"request_id"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "delta", "finished", "error"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "error", b"error", "event", b"event", "finished", b"finished", "progress", b"progress"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "error", b"error", "event", b"event", "finished", b"finished", "progress", b"progress", "request_id", b"request_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "delta", "finished", "error", "progress"] | None: ...
 
 global___RequestEvent = RequestEvent
 

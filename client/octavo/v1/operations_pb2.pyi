@@ -183,6 +183,9 @@ class Status(google.protobuf.message.Message):
     OVERLOAD_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
     MODELS_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    ENDPOINT_FIELD_NUMBER: builtins.int
+    STANDBY_FIELD_NUMBER: builtins.int
     LOG_LINES_DROPPED_FIELD_NUMBER: builtins.int
     PLAN_LOG_FIELD_NUMBER: builtins.int
     RSS_BYTES_FIELD_NUMBER: builtins.int
@@ -197,6 +200,12 @@ class Status(google.protobuf.message.Message):
     live_requests: builtins.int
     key_file_problem: builtins.str
     """Why the key file as it is now cannot be used. The last good one is in force meanwhile."""
+    rank: builtins.int
+    """0 is preferred: this scheduler takes workers over from those of a higher rank."""
+    endpoint: builtins.str
+    """Where clients reach this scheduler; empty when it was not told and listens on all addresses."""
+    standby: builtins.str
+    """Where clients reach the scheduler that stands by for this one; absent when there is none."""
     log_lines_dropped: builtins.int
     """Lines of the scheduler's own log that could not be written, since start."""
     rss_bytes: builtins.int
@@ -256,17 +265,22 @@ class Status(google.protobuf.message.Message):
         overload: collections.abc.Iterable[global___OverloadStatus] | None = ...,
         pins: collections.abc.Iterable[global___PinStatus] | None = ...,
         models: collections.abc.Iterable[octavo.v1.generation_pb2.Model] | None = ...,
+        rank: builtins.int = ...,
+        endpoint: builtins.str = ...,
+        standby: builtins.str | None = ...,
         log_lines_dropped: builtins.int = ...,
         plan_log: global___PlanLogStatus | None = ...,
         rss_bytes: builtins.int = ...,
         max_rss_bytes: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "_plan_log", b"_plan_log", "key_file_problem", b"key_file_problem", "plan_log", b"plan_log", "rates", b"rates"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "_plan_log", b"_plan_log", "arrivals", b"arrivals", "draining", b"draining", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "log_lines_dropped", b"log_lines_dropped", "max_rss_bytes", b"max_rss_bytes", "models", b"models", "outcomes", b"outcomes", "overload", b"overload", "pins", b"pins", "plan_log", b"plan_log", "queues", b"queues", "rates", b"rates", "rss_bytes", b"rss_bytes", "scheduler_id", b"scheduler_id", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "_plan_log", b"_plan_log", "_standby", b"_standby", "key_file_problem", b"key_file_problem", "plan_log", b"plan_log", "rates", b"rates", "standby", b"standby"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "_plan_log", b"_plan_log", "_standby", b"_standby", "arrivals", b"arrivals", "draining", b"draining", "endpoint", b"endpoint", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "log_lines_dropped", b"log_lines_dropped", "max_rss_bytes", b"max_rss_bytes", "models", b"models", "outcomes", b"outcomes", "overload", b"overload", "pins", b"pins", "plan_log", b"plan_log", "queues", b"queues", "rank", b"rank", "rates", b"rates", "rss_bytes", b"rss_bytes", "scheduler_id", b"scheduler_id", "standby", b"standby", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_key_file_problem", b"_key_file_problem"]) -> typing.Literal["key_file_problem"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_plan_log", b"_plan_log"]) -> typing.Literal["plan_log"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_standby", b"_standby"]) -> typing.Literal["standby"] | None: ...
 
 global___Status = Status
 
@@ -633,11 +647,13 @@ class WorkerStatus(google.protobuf.message.Message):
     RUNNER_FIELD_NUMBER: builtins.int
     DEVICES_FIELD_NUMBER: builtins.int
     LIMITS_REASON_FIELD_NUMBER: builtins.int
+    HELD_BY_FIELD_NUMBER: builtins.int
+    HELD_BY_ENDPOINT_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     address: builtins.str
     model: builtins.str
     state: builtins.str
-    """connecting, ready, draining, lost."""
+    """connecting, ready, draining, held (by another scheduler), lost."""
     running: builtins.int
     step_ms: builtins.float
     bubble_share: builtins.float
@@ -650,6 +666,9 @@ class WorkerStatus(google.protobuf.message.Message):
     """GPUs that it computes on together, 1 where it has none; 0 while it is not attached."""
     limits_reason: builtins.str
     """How max_num_seqs and max_num_batched_tokens came about, in words; empty while it is not attached."""
+    held_by: builtins.str
+    """With state held: the scheduler that has it, and where clients reach that, if it is known."""
+    held_by_endpoint: builtins.str
     @property
     def pool(self) -> global___PoolStatus: ...
     def __init__(
@@ -669,9 +688,11 @@ class WorkerStatus(google.protobuf.message.Message):
         runner: builtins.str = ...,
         devices: builtins.int = ...,
         limits_reason: builtins.str = ...,
+        held_by: builtins.str = ...,
+        held_by_endpoint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "bubble_share", b"bubble_share", "devices", b"devices", "limits_reason", b"limits_reason", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pool", b"pool", "runner", b"runner", "running", b"running", "state", b"state", "step_ms", b"step_ms", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "bubble_share", b"bubble_share", "devices", b"devices", "held_by", b"held_by", "held_by_endpoint", b"held_by_endpoint", "limits_reason", b"limits_reason", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pool", b"pool", "runner", b"runner", "running", b"running", "state", b"state", "step_ms", b"step_ms", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
 

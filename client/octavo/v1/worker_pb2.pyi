@@ -296,6 +296,7 @@ class SchedulerMessage(google.protobuf.message.Message):
     PLAN_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
     PIN_FIELD_NUMBER: builtins.int
+    LEAVE_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello:
         """First."""
@@ -306,6 +307,10 @@ class SchedulerMessage(google.protobuf.message.Message):
     def cancel(self) -> global___Cancel: ...
     @property
     def pin(self) -> global___Pin: ...
+    @property
+    def leave(self) -> global___Leave:
+        """Last."""
+
     def __init__(
         self,
         *,
@@ -313,12 +318,25 @@ class SchedulerMessage(google.protobuf.message.Message):
         plan: global___Plan | None = ...,
         cancel: global___Cancel | None = ...,
         pin: global___Pin | None = ...,
+        leave: global___Leave | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "pin", b"pin", "plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "pin", b"pin", "plan", b"plan"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "plan", "cancel", "pin"] | None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "hello", b"hello", "leave", b"leave", "message", b"message", "pin", b"pin", "plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "hello", b"hello", "leave", b"leave", "message", b"message", "pin", b"pin", "plan", b"plan"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "plan", "cancel", "pin", "leave"] | None: ...
 
 global___SchedulerMessage = SchedulerMessage
+
+@typing.final
+class Leave(google.protobuf.message.Message):
+    """The scheduler ends on purpose: the worker is free for any other, at once."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___Leave = Leave
 
 @typing.final
 class Hello(google.protobuf.message.Message):
@@ -328,12 +346,18 @@ class Hello(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     WINDOW_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    ENDPOINT_FIELD_NUMBER: builtins.int
     scheduler_id: builtins.str
     epoch: builtins.int
     """Higher with each attempt of one scheduler: its newest stream wins."""
     protocol_version: builtins.int
     window: builtins.int
     """Plans that the scheduler keeps outstanding at most."""
+    rank: builtins.int
+    """0 is preferred: a scheduler takes the worker over from one of a higher rank."""
+    endpoint: builtins.str
+    """Where clients reach this scheduler, for the hints of others; may be empty."""
     def __init__(
         self,
         *,
@@ -341,8 +365,10 @@ class Hello(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         protocol_version: builtins.int = ...,
         window: builtins.int = ...,
+        rank: builtins.int = ...,
+        endpoint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "protocol_version", b"protocol_version", "scheduler_id", b"scheduler_id", "window", b"window"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["endpoint", b"endpoint", "epoch", b"epoch", "protocol_version", b"protocol_version", "rank", b"rank", "scheduler_id", b"scheduler_id", "window", b"window"]) -> None: ...
 
 global___Hello = Hello
 
@@ -550,6 +576,7 @@ class WorkerMessage(google.protobuf.message.Message):
     WELCOME_FIELD_NUMBER: builtins.int
     REPORT_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    STANDBY_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> global___Welcome:
         """First; more follow until `last`."""
@@ -560,16 +587,19 @@ class WorkerMessage(google.protobuf.message.Message):
     def draining(self) -> global___Draining:
         """The worker will take no new work and exit when its sequences are gone."""
 
+    @property
+    def standby(self) -> global___Standby: ...
     def __init__(
         self,
         *,
         welcome: global___Welcome | None = ...,
         report: global___Report | None = ...,
         draining: global___Draining | None = ...,
+        standby: global___Standby | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["draining", b"draining", "message", b"message", "report", b"report", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["draining", b"draining", "message", b"message", "report", b"report", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "report", "draining"] | None: ...
+    def HasField(self, field_name: typing.Literal["draining", b"draining", "message", b"message", "report", b"report", "standby", b"standby", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "message", b"message", "report", b"report", "standby", b"standby", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "report", "draining", "standby"] | None: ...
 
 global___WorkerMessage = WorkerMessage
 
@@ -630,6 +660,30 @@ class Draining(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["reason", b"reason"]) -> None: ...
 
 global___Draining = Draining
+
+@typing.final
+class Standby(google.protobuf.message.Message):
+    """Another scheduler asks for the worker again and again, and would take it at once. Said each second."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SCHEDULER_ID_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    ENDPOINT_FIELD_NUMBER: builtins.int
+    scheduler_id: builtins.str
+    rank: builtins.int
+    endpoint: builtins.str
+    """Where clients reach it; may be empty."""
+    def __init__(
+        self,
+        *,
+        scheduler_id: builtins.str = ...,
+        rank: builtins.int = ...,
+        endpoint: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["endpoint", b"endpoint", "rank", b"rank", "scheduler_id", b"scheduler_id"]) -> None: ...
+
+global___Standby = Standby
 
 @typing.final
 class Report(google.protobuf.message.Message):

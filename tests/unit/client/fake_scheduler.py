@@ -49,7 +49,7 @@ class _Choice:
     done: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Session:
     live: dict[str, list[_Choice]] = field(default_factory=dict)
     outbox: asyncio.Queue[pb.SessionEvent | None] = field(default_factory=asyncio.Queue)
@@ -57,10 +57,12 @@ class _Session:
 
 
 class FakeOperations(operations_pb2_grpc.OperationsServicer):
-    """Two workers, one of them lost, and a queue."""
+    """Three workers, one of them lost and one of another scheduler, and a queue."""
 
     def __init__(self) -> None:
-        self.drains = 0
+        self.drained: list[str] = []
+        """Workers; an empty name is the scheduler."""
+        self.on_drain: Callable[[], object] = lambda: None
         self.pins: list[operations_pb2.PinPrefixRequest] = []
 
     status = operations_pb2.Status(
@@ -69,6 +71,8 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
         uptime_s=3725,
         arrivals=12,
         live_requests=3,
+        rank=1,
+        standby="10.0.0.4:50051",
         outcomes={"STOP": 7, "QUEUE_FULL": 2},
         queues=[
             operations_pb2.QueueStatus(
@@ -91,6 +95,13 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
                 ),
             ),
             operations_pb2.WorkerStatus(worker_id="w1", model="fake", state="lost"),
+            operations_pb2.WorkerStatus(
+                worker_id="w2",
+                model="fake",
+                state="held",
+                held_by="fake-2",
+                held_by_endpoint="10.0.0.3:50051",
+            ),
         ],
         overload=[
             operations_pb2.OverloadStatus(
@@ -141,7 +152,8 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
     async def Drain(  # noqa: N802 # named by the contract
         self, request: operations_pb2.DrainRequest, context: object
     ) -> operations_pb2.DrainResponse:
-        self.drains += 1
+        self.drained.append(request.worker_id)
+        threading.Thread(target=self.on_drain).start()
         return operations_pb2.DrainResponse(running=3, waiting=request.grace_ms)
 
     async def PinPrefix(  # noqa: N802 # named by the contract
@@ -182,6 +194,9 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         self.keys: list[str | None] = []
         """What each session carried as its authorization."""
         self.refusing = ""
+        self.refusing_resumed = ""
+        self.serving: bool | None = None
+        """What it says of its health; None is not to know the question."""
         self.answering_cancels = True
         self.dying_after_accepted = False
         self.tokenizing = 0
@@ -192,6 +207,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         self.most_live = 0
         self._allowed = FREE_RUN
         self._steps = 0
+        self._open: set[_Session] = set()
         self._changed = asyncio.Condition()
         self._server: grpc.aio.Server | None = None
         self.port = 0
@@ -202,6 +218,10 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         )
         pb_grpc.add_GenerationServicer_to_server(self, self._server)
         operations_pb2_grpc.add_OperationsServicer_to_server(self.operations, self._server)
+        if self.serving is not None:
+            check = grpc.unary_unary_rpc_method_handler(self._check)
+            service = grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check})
+            self._server.add_generic_rpc_handlers((service,))
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
 
@@ -210,6 +230,25 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(grace_s)
+
+    async def _check(self, request: bytes, context: object) -> bytes:
+        return b"\x08\x01" if self.serving else b"\x08\x02"
+
+    async def let_go(self, reason: str, endpoint: str = "") -> None:
+        """End all requests with this reason, and name a scheduler that has the workers."""
+        metadata = {"endpoint": endpoint} if endpoint else {}
+        error = common_pb2.Error(code=14, reason=reason, message=f"let go: {reason}", metadata=metadata)
+        for session in self._open:
+            for request_id in session.live:
+                self._send(session, pb.RequestEvent(request_id=request_id, error=error))
+            session.live.clear()
+
+    async def tell_no_worker(self, waited_ms: int) -> None:
+        """Tell all requests that there is no worker for them."""
+        progress = pb.Progress(reason=pb.WAIT_REASON_NO_WORKER, waited_ms=waited_ms)
+        for session in self._open:
+            for request_id in session.live:
+                self._send(session, pb.RequestEvent(request_id=request_id, progress=progress))
 
     @property
     def endpoint(self) -> str:
@@ -239,6 +278,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         self.sessions += 1
         self.keys.append(dict(context.invocation_metadata() or ()).get("authorization"))
         session = _Session()
+        self._open.add(session)
         tasks = [
             asyncio.create_task(self._listen(request_iterator, session)),
             asyncio.create_task(self._step(session)),
@@ -249,6 +289,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         finally:
             for task in tasks:
                 task.cancel()
+            self._open.discard(session)
             self.cancelled.extend(session.live)
             session.live.clear()
             await asyncio.shield(asyncio.ensure_future(self._notify()))
@@ -275,8 +316,8 @@ class FakeScheduler(pb_grpc.GenerationServicer):
     def _admit(self, request: pb.GenerateRequest, session: _Session) -> None:
         self.requests.append(request)
         verb, *rest = request.text.split() or [""]
-        if self.refusing:
-            verb, rest = "refuse", [self.refusing, "14"]
+        if refusing := self.refusing or (request.resume and self.refusing_resumed):
+            verb, rest = "refuse", [refusing, "14"]
         if verb == "refuse":
             error = common_pb2.Error(
                 code=int(rest[1]),

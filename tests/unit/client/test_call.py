@@ -25,7 +25,7 @@ def test_call_sent_again_before_its_first_token_has_the_rest_of_every_bound() ->
     call = Call(request(queue_timeout_ms=4000, ttft_deadline_ms=5000, deadline_ms=9000), lambda: None)
     call.begin(100.0)
     call.to_send(100.0)
-    call.apply(accepted(), object())
+    call.apply(accepted())
 
     again = call.to_send(103.0).terms
     late = call.to_send(106.0).terms
@@ -50,8 +50,8 @@ def test_call_sent_again_with_tokens_has_met_the_bounds_of_its_start() -> None:
     call = Call(request(queue_timeout_ms=4000, ttft_deadline_ms=5000, deadline_ms=9000), lambda: None)
     call.begin(100.0)
     call.to_send(100.0)
-    call.apply(accepted(), object())
-    call.apply(delta("a", 1), object())
+    call.apply(accepted())
+    call.apply(delta("a", 1))
 
     again = call.to_send(106.0).terms
 
@@ -65,7 +65,7 @@ def test_call_is_due_at_the_least_bound_that_is_still_to_be_met() -> None:
     call.begin(100.0)
     dues = [call.due_at()]
     for event in (accepted(), delta("a", 1)):
-        call.apply(event, object())
+        call.apply(event)
         dues.append(call.due_at())
 
     assert dues == [104.0, 105.0, 109.0]
@@ -83,9 +83,8 @@ def test_call_put_back_has_all_of_its_time_when_it_is_sent_again() -> None:
 def test_call_output_and_end_arrive_while_another_thread_takes_nothing_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stream = object()
     call = Call(pb.GenerateRequest(request_id="r"), lambda: None)
-    call.apply(delta("a", 1), stream)
+    call.apply(delta("a", 1))
     take = _Output.take
     late = [
         delta("b", 2),
@@ -95,7 +94,7 @@ def test_call_output_and_end_arrive_while_another_thread_takes_nothing_is_lost(
     def take_slowly(output: _Output, choice: int) -> Delta | None:
         taken = take(output, choice)
         while late:
-            call.apply(late.pop(0), stream)
+            call.apply(late.pop(0))
         return taken
 
     monkeypatch.setattr(_Output, "take", take_slowly)

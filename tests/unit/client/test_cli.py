@@ -120,6 +120,8 @@ def test_status_shows_workers_queues_and_outcomes(threaded: ThreadedScheduler, c
     assert w0[:5] == ["w0", "fake", "torch", "ready", "3/32"]
     assert "25%" in w0
     assert "lost" in w1
+    assert "rank 1, 10.0.0.4:50051 stands by" in shown
+    assert "held      by fake-2 10.0.0.3:50051: w2" in shown
     assert (
         "pressure  fake: backlog 62%, wait 40%, blocks 0%, missed deadlines 3%; "
         "first token expected after 900 ms\n"
@@ -422,6 +424,29 @@ def test_audit_says_what_each_worker_found(
     assert capsys.readouterr().out == said
     assert octavo(threaded, "audit") == 1
     assert said in capsys.readouterr().out
+
+
+def test_drain_of_a_worker_that_runs_nothing_waits_for_nobody(
+    threaded: ThreadedScheduler, capsys: Capture
+) -> None:
+    assert octavo(threaded, "drain", "worker", "w1", "--wait") == 0
+    assert capsys.readouterr().out == "draining, 3 running and 0 waiting\n"
+    assert threaded.fake.operations.drained == ["w1"]
+
+
+def test_drain_of_a_scheduler_waits_until_it_is_gone(threaded: ThreadedScheduler) -> None:
+    threaded.fake.operations.on_drain = lambda: threaded.run(threaded.fake.stop, 0.2)
+
+    assert octavo(threaded, "drain", "scheduler", "--wait") == 0
+    assert threaded.fake.operations.drained == [""]
+
+
+def test_drain_of_a_scheduler_that_is_one_of_several_is_wrong_usage(
+    threaded: ThreadedScheduler, capsys: Capture
+) -> None:
+    assert main(["drain", "scheduler", "--endpoint", f"{threaded.fake.endpoint},127.0.0.1:1"]) == 2
+    assert "must name one scheduler" in capsys.readouterr().err
+    assert threaded.fake.operations.drained == []
 
 
 def test_sdk_pins_text_tokens_and_messages(threaded: ThreadedScheduler) -> None:

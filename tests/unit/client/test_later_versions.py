@@ -85,4 +85,4 @@ async def test_unknown_class_in_the_status_is_no_class(
     status = await client.status()
     assert [queue.priority for queue in status.queues] == [Priority.INTERACTIVE, Priority.STANDARD, None]
     assert status.queues[-1].waiting == 9
-    assert [worker.worker_id for worker in status.workers] == ["w0", "w1"]
+    assert [worker.worker_id for worker in status.workers] == ["w0", "w1", "w2"]

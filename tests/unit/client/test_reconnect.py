@@ -307,10 +307,10 @@ async def test_drain_whose_scheduler_is_down_fails_and_asks_no_other(scheduler: 
             with pytest.raises(InvalidRequestError) as caught:
                 await client.drain(endpoint=unnamed)
             assert caught.value.violations[0].field == "endpoint"
-        assert scheduler.operations.drains == 0
+        assert scheduler.operations.drained == []
 
         await client.drain(endpoint=scheduler.endpoint)
-        assert scheduler.operations.drains == 1
+        assert scheduler.operations.drained == [""]
 
 
 def test_choice_that_had_ended_is_sent_as_such_and_not_what_it_had() -> None:
@@ -322,15 +322,15 @@ def test_choice_that_had_ended_is_sent_as_such_and_not_what_it_had() -> None:
         pb.RequestEvent(request_id="r", finished=pb.Finished(choice=0, reason=1)),
         pb.RequestEvent(request_id="r", delta=pb.Delta(choice=1, text="c", token_ids=[3])),
     ):
-        call.apply(event, stream=None)
+        call.apply(event)
     rest = call.to_send(1.0)
     assert list(rest.resume) == [
         pb.ResumedChoice(choice=0, finished=True),
         pb.ResumedChoice(choice=1, token_ids=[3], shown_bytes=1),
     ]
     # The next scheduler tells all ends, this one again.
-    call.apply(pb.RequestEvent(request_id="r", finished=pb.Finished(choice=0, reason=2)), stream=None)
-    call.apply(pb.RequestEvent(request_id="r", finished=pb.Finished(choice=1, reason=2)), stream=None)
+    call.apply(pb.RequestEvent(request_id="r", finished=pb.Finished(choice=0, reason=2)))
+    call.apply(pb.RequestEvent(request_id="r", finished=pb.Finished(choice=1, reason=2)))
     assert [(choice.text, choice.finish_reason) for choice in call.result().choices] == [
         ("ab", FinishReason.STOP),
         ("c", FinishReason.LENGTH),

@@ -174,7 +174,7 @@ def end_of(reason: FinishReason) -> Call:
     said = pb.Delta(text="said", token_ids=[1])
     finished = pb.Finished(reason=common_pb2.FinishReason.ValueType(reason.value))
     for event in (pb.RequestEvent(delta=said), pb.RequestEvent(finished=finished)):
-        call.apply(event, None)
+        call.apply(event)
     assert call.done
     return call
 

@@ -224,3 +224,42 @@ async def test_resumed_text_that_cannot_be_is_refused(outbox: SessionOutbox, sho
     with pytest.raises(ServiceError) as caught:
         await state.resume()
     assert caught.value.violations[0][0] == "resume[0].shown_bytes"
+
+
+async def test_request_that_is_moved_ends_as_a_whole_and_shows_nothing_that_was_held_back(
+    outbox: SessionOutbox,
+) -> None:
+    state = request_state(outbox, n=2, stop=("stop",))
+    feed(state, "some text, then sto", choice=0)
+    feed(state, "all of it", choice=1)
+    state.on_finish(finish(FinishReason.LENGTH, choice=1, last=False))
+    state.move(ServiceError("NO_WORKER", "gone").elsewhere("there:1"))
+    state.on_finish(finish(FinishReason.CANCELLED, choice=0))
+
+    events = outbox.take().events
+    assert [event.delta.text for event in events if event.HasField("delta")] == [
+        "some text, then ",
+        "all of it",
+    ]
+    assert [event.finished.choice for event in events if event.HasField("finished")] == [1]
+    assert (events[-1].error.reason, events[-1].error.metadata["endpoint"]) == ("NO_WORKER", "there:1")
+    assert state.ended
+
+
+async def test_request_that_ends_before_it_is_moved_has_its_own_end(outbox: SessionOutbox) -> None:
+    state = request_state(outbox)
+    state.move(ServiceError("DRAINING", "draining"))
+    state.on_finish(finish(FinishReason.STOP))
+
+    (event,) = outbox.take().events
+    assert event.finished.reason == common_pb2.FINISH_REASON_STOP
+
+
+async def test_wait_for_a_worker_is_told_with_what_is_left_of_it(outbox: SessionOutbox) -> None:
+    state = request_state(outbox)
+    state.tell_wait(2.5, 7.5)
+    state.tell_wait(3.5, None)
+
+    first, second = (event.progress for event in outbox.take().events)
+    assert (first.reason, first.waited_ms, first.left_ms) == (pb.WAIT_REASON_NO_WORKER, 2500, 7500)
+    assert not second.HasField("left_ms")
