@@ -34,7 +34,7 @@ _FAULTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An action as it was done: to whom and when (monotonic seconds). It did nothing when `target` is empty."""
+    """An action as it was done: when (monotonic seconds), and to whom; to nobody when `target` is empty."""
 
     action: Action
     at: float
@@ -69,10 +69,10 @@ class Attack:
                     self._armed[worker.name] = pid
             await asyncio.sleep(0.2)
 
-    @property
-    def armed(self) -> bool:
-        """Whether every worker that runs now would die of the poison."""
-        return all(self._armed.get(one.name) == one.process.pid for one in self._stack.workers)
+    async def wait_armed(self) -> None:
+        """Return when every worker that runs would die of the poison."""
+        while any(self._armed.get(one.name) != one.process.pid for one in self._stack.workers):  # noqa: ASYNC110 # it looks at processes
+            await asyncio.sleep(0.1)
 
     def _poisoned(self) -> list[ops.Fault]:
         return [] if self.poison is None else [ops.Fault(kind=ops.FAULT_KIND_CRASH, token_id=self.poison)]

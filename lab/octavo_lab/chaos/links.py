@@ -82,7 +82,7 @@ class Namespaces:
 
     def __exit__(self, *_: object) -> None:
         for index in range(self.count):
-            name, outer, _ = self._names(index)
+            name, outer, _inner = self._names(index)
             for words in (f"link del {outer}", f"netns del {name}"):
                 with suppress(subprocess.CalledProcessError):
                     _ip(words)

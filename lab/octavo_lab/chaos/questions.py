@@ -44,7 +44,7 @@ class Question:
 
 
 @dataclass(slots=True)
-class Answer:
+class Reply:
     """What a client has got so far, by choice, and when (monotonic seconds)."""
 
     question: Question
@@ -76,7 +76,7 @@ class Answer:
 
 
 def questions(seed: int, count: int, max_tokens: int) -> list[Question]:
-    """Return questions of every kind: greedy and seeded, one choice and two, with a shared opening and without."""
+    """Return questions: greedy and seeded, of one choice and two, with a shared opening and without."""
     rng = random.Random(seed)
     return [
         Question(
@@ -92,7 +92,7 @@ def questions(seed: int, count: int, max_tokens: int) -> list[Question]:
     ]
 
 
-def difference(expected: Answer, got: Answer) -> str | None:
+def difference(expected: Reply, got: Reply) -> str | None:
     """Return what is wrong with an answer, or None; tokens where both have them, else text."""
     pairs: list[tuple[Sequence[Any], Sequence[Any], str]] = []
     if any(got.token_ids):

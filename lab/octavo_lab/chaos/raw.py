@@ -1,4 +1,4 @@
-"""A client of plain `Generate` that goes on after a lost stream, written from docs/other-languages.md alone."""
+"""A client of plain `Generate` that goes on after a lost stream, as docs/other-languages.md tells it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _PAUSE_S: Final = (0.1, 1.0)
 """Between two tries, at first and at most."""
 _ENOUGH_S: Final = 5.0
 """To wait for a scheduler that says nothing at all, before the next is tried."""
+_LOST: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""How a stream ends that is lost. CANCELLED is what gRPC makes of a stream that its peer has cut."""
 _MOVE_ON: Final = ("DRAINING", "NO_WORKER", "DUPLICATE_REQUEST_ID")
 """Refusals after which another scheduler, or this one soon, may take the request."""
 OnDelta = Callable[[int, Sequence[int], str], None]
@@ -103,7 +105,7 @@ async def generate(endpoints: Sequence[str], request: pb.GenerateRequest, on_del
                 if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                     refused += 1
                     pause_s = max(pause_s, told.retry_delay_ms / 1000)
-                elif error.code() is not grpc.StatusCode.UNAVAILABLE and told.reason not in _MOVE_ON:
+                elif error.code() not in _LOST and told.reason not in _MOVE_ON:
                     raise GenerateFailed(f"{error.details()} [{told.reason or error.code().name}]") from None
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_S[1])

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from octavo_lab.chaos.attack import Done
-from octavo_lab.chaos.questions import Answer
+from octavo_lab.chaos.questions import Reply
 from octavo_lab.report import MISSING, seconds, table
 
 _LEAST_PAUSE_S: Final = 0.1
@@ -23,12 +23,12 @@ _TIMES_CALM: Final = 3.0
 
 
 @dataclass(slots=True)
-class Report:
+class Findings:
     """A run in figures; `findings` are what should not be, a line for each."""
 
     settings: dict[str, Any]
     done: Sequence[Done]
-    answers: Sequence[Answer]
+    answers: Sequence[Reply]
     began: float
     calm_gap_s: float
     """The longest between two tokens of a stream while nothing was done to the stack."""
@@ -114,25 +114,26 @@ class Report:
             (name, *(f"{one['mib']:.0f}" for one in pair), *(one["descriptors"] for one in pair))
             for name, pair in self.resources.items()
         ]
-        return "\n\n".join(
-            (
-                table(("client", *columns), requests),
-                table(("action", "times", "pauses", "median", "P99", "worst"), actions),
-                table(("process", "MiB before", "after", "descriptors before", "after"), resources),
-                f"{sum(found['requests'] for found in counts.values())} requests: {self.failed} failed, {self.wrong} "
-                f"wrong, {self.leaked} leaked; worst pause {seconds(self.worst_pause_s)} "
-                f"(calm: {seconds(self.calm_gap_s)})",
-                "\n".join(("Found:", *(f"- {one}" for one in self.findings)))
-                if self.findings
-                else "Nothing found.",
-            )
+        total = sum(found["requests"] for found in counts.values())
+        verdict = (
+            f"{total} requests: {self.failed} failed, {self.wrong} wrong, {self.leaked} leaked; "
+            f"worst pause {seconds(self.worst_pause_s)} (calm: {seconds(self.calm_gap_s)})"
         )
+        found_lines = "\n".join(("Found:", *(f"- {one}" for one in self.findings)))
+        parts = (
+            table(("client", *columns), requests),
+            table(("action", "times", "pauses", "median", "P99", "worst"), actions),
+            table(("process", "MiB before", "after", "descriptors before", "after"), resources),
+            verdict,
+            found_lines if self.findings else "Nothing found.",
+        )
+        return "\n\n".join(parts)
 
 
-def _gaps(answer: Answer) -> list[float]:
+def _gaps(answer: Reply) -> list[float]:
     return [b - a for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
 
 
-def longest_gap_s(answers: Sequence[Answer]) -> float:
+def longest_gap_s(answers: Sequence[Reply]) -> float:
     """Return the longest that one of these streams stood still."""
     return max((gap for one in answers for gap in _gaps(one)), default=0.0)

@@ -15,11 +15,11 @@ from octavo.status import Status
 
 from octavo_lab.chaos.attack import Attack, heal
 from octavo_lab.chaos.links import Links
-from octavo_lab.chaos.questions import Answer, Question, difference, questions
-from octavo_lab.chaos.report import Report, longest_gap_s
+from octavo_lab.chaos.questions import Question, Reply, difference, questions
+from octavo_lab.chaos.report import Findings, longest_gap_s
 from octavo_lab.chaos.schedule import KINDS, schedule
 from octavo_lab.chaos.stack import ChaosStack, Sizes, running
-from octavo_lab.chaos.traffic import PATIENCE_S, Traffic
+from octavo_lab.chaos.traffic import PATIENCE_S, Clients
 
 _READY_S: Final = 600.0
 _IDLE_S: Final = 60.0
@@ -29,7 +29,7 @@ _MIB: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ChaosSettings:
     """What to run."""
 
     sizes: Sizes = field(default_factory=Sizes)
@@ -43,7 +43,7 @@ class Settings:
     """Seconds between requests that kill workers; None: there are none."""
 
 
-def attack(settings: Settings) -> Report:
+def attack(settings: ChaosSettings) -> Findings:
     """Run, and return what was found.
 
     Raises:
@@ -53,12 +53,12 @@ def attack(settings: Settings) -> Report:
         return asyncio.run(_run(settings, stack, links))
 
 
-async def _run(settings: Settings, stack: ChaosStack, links: Links) -> Report:
+async def _run(settings: ChaosSettings, stack: ChaosStack, links: Links) -> Findings:
     keeper = asyncio.create_task(stack.keep_running())
     await stack.settled(_READY_S)
     async with AsyncClient(stack.endpoints) as client:
         model = (await client.models())[0]
-    traffic = Traffic(stack, model.id)
+    traffic = Clients(stack, model.id)
     asked = questions(settings.seed, _NUM_QUESTIONS, settings.max_tokens)
     (_, sdk), *_ = traffic.clients(1)
     calm = await asyncio.gather(*(traffic.ask("calm", sdk, question) for question in asked))
@@ -72,7 +72,7 @@ async def _run(settings: Settings, stack: ChaosStack, links: Links) -> Report:
     began = time.monotonic()
     attacker = Attack(stack, links)
     extra = [keeper]
-    poisons: list[Answer] = []
+    poisons: list[Reply] = []
     if settings.poison_s is not None:
         attacker.poison = _unused(calm, model.vocab_size)
         extra.append(asyncio.create_task(attacker.keep_armed()))
@@ -87,7 +87,7 @@ async def _run(settings: Settings, stack: ChaosStack, links: Links) -> Report:
     heal(stack, links)
     await asyncio.wait(streams, timeout=max(0.0, until - time.monotonic()) + PATIENCE_S + 10.0)
     found = {**asdict(settings), "kinds": list(settings.kinds)}
-    report = Report(found, attacker.done, traffic.answers, began, longest_gap_s(calm))
+    report = Findings(found, attacker.done, traffic.answers, began, longest_gap_s(calm))
     _compare(report, calm, poisons)
     await _audit(report, stack, before)
     for task in extra:
@@ -97,21 +97,20 @@ async def _run(settings: Settings, stack: ChaosStack, links: Links) -> Report:
     return report
 
 
-def _unused(calm: Sequence[Answer], vocab_size: int) -> int:
+def _unused(calm: Sequence[Reply], vocab_size: int) -> int:
     """Return a token that comes up in no answer."""
     seen = {token for answer in calm for choice in answer.token_ids for token in choice}
     return next(token for token in reversed(range(vocab_size)) if token not in seen)
 
 
-async def _poison(stack: ChaosStack, attacker: Attack, every_s: float, answers: list[Answer]) -> None:
+async def _poison(stack: ChaosStack, attacker: Attack, every_s: float, answers: list[Reply]) -> None:
     """Send a request that kills whoever computes it, again and again."""
     question = Question(-1, "poison", 1, 0.0, 4)
     async with AsyncClient(stack.endpoints) as client:
         while True:
             await asyncio.sleep(every_s)
-            while not attacker.armed:
-                await asyncio.sleep(0.1)
-            answer = Answer(question, client="poison", request_id=f"chaos-poison-{len(answers)}")
+            await attacker.wait_armed()
+            answer = Reply(question, client="poison", request_id=f"chaos-poison-{len(answers)}")
             for worker in stack.workers:
                 stack.strike(worker)
             answers.append(answer)
@@ -121,9 +120,9 @@ async def _poison(stack: ChaosStack, attacker: Attack, every_s: float, answers: 
                 answer.error = error.reason
 
 
-def _compare(report: Report, calm: Sequence[Answer], poisons: Sequence[Answer]) -> None:
+def _compare(report: Findings, calm: Sequence[Reply], poisons: Sequence[Reply]) -> None:
     """Hold every answer against the undisturbed one."""
-    expected: Mapping[Question, Answer] = {answer.question: answer for answer in calm}
+    expected: Mapping[Question, Reply] = {answer.question: answer for answer in calm}
     for answer in report.answers:
         when = f"{answer.started - report.began:.1f} to {answer.ended - report.began:.1f} s"
         told = f"{answer.request_id} (question {answer.question.number}, {when})"
@@ -140,7 +139,7 @@ def _compare(report: Report, calm: Sequence[Answer], poisons: Sequence[Answer]) 
             )
 
 
-async def _audit(report: Report, stack: ChaosStack, before: Mapping[str, tuple[int, int]]) -> None:
+async def _audit(report: Findings, stack: ChaosStack, before: Mapping[str, tuple[int, int]]) -> None:
     """Have every pool verified, and the accounts; see what processes hold."""
     try:
         statuses = await stack.settled(_IDLE_S)

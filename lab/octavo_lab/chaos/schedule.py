@@ -53,7 +53,7 @@ class Action:
 
 
 def schedule(seed: int, kinds: Sequence[str], seconds: float, every_s: float) -> list[Action]:
-    """Return the actions of a run: one every `every_s`, give or take a fifth, each kind as often as others."""
+    """Return the actions of a run: one each `every_s`, give or take a fifth, every kind as often."""
     rng = random.Random(seed)
     actions: list[Action] = []
     deck: list[str] = []

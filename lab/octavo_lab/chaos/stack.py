@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -94,8 +94,10 @@ class ChaosStack(Stack):
 
     def launch(self, child: Child) -> None:
         """Start a process, where it belongs."""
-        inside = self._namespaces is not None and child in self.workers
-        with self._namespaces.inside(self.workers.index(child)) if inside else nullcontext():
+        if self._namespaces is not None and child in self.workers:
+            with self._namespaces.inside(self.workers.index(child)):
+                child.start()
+        else:
             child.start()
 
     def start(self) -> None:

@@ -14,7 +14,7 @@ from octavo.aio import AsyncClient
 from octavo.errors import OverloadedError
 
 from octavo_lab.chaos import raw
-from octavo_lab.chaos.questions import Answer, Question
+from octavo_lab.chaos.questions import Question, Reply
 from octavo_lab.chaos.stack import ChaosStack
 
 PATIENCE_S: Final = 120.0
@@ -25,14 +25,14 @@ _STREAMS_PER_CLIENT: Final = 5
 _AGAIN_S: Final = 0.5
 _BACK_S: Final = 10.0
 """A gateway that was struck is back after so long at the latest."""
-Ask = Callable[[Answer], Awaitable[None]]
+Ask = Callable[[Reply], Awaitable[None]]
 
 
-class Traffic:
+class Clients:
     """Streams of requests to one stack, and all that came of them."""
 
     def __init__(self, stack: ChaosStack, model: str) -> None:
-        self.answers: list[Answer] = []
+        self.answers: list[Reply] = []
         self._stack = stack
         self._model = model
         self._sdk = itertools.cycle([AsyncClient(stack.endpoints) for _ in range(_STREAMS_PER_CLIENT)])
@@ -40,7 +40,7 @@ class Traffic:
 
     def clients(self, streams: int) -> list[tuple[str, Ask]]:
         """Return who asks on each stream; `openai` only where the package and a gateway are."""
-        makers = {"sdk": self._of_sdk, "raw": lambda: self._ask_raw}
+        makers: dict[str, Callable[[], Ask]] = {"sdk": self._of_sdk, "raw": lambda: self._ask_raw}
         try:
             import openai  # noqa: PLC0415 # not a dependency: only where it is installed
         except ModuleNotFoundError:
@@ -58,9 +58,9 @@ class Traffic:
         while time.monotonic() < until:
             await self.ask(name.partition("-")[0], ask, rng.choice(questions))
 
-    async def ask(self, client: str, ask: Ask, question: Question) -> Answer:
+    async def ask(self, client: str, ask: Ask, question: Question) -> Reply:
         """Ask a question; whatever happens is in the answer."""
-        answer = Answer(question, client=client, request_id=f"chaos-{client}-{next(self._numbers)}")
+        answer = Reply(question, client=client, request_id=f"chaos-{client}-{next(self._numbers)}")
         answer.clear()
         self.answers.append(answer)
         answer.started = time.monotonic()
@@ -77,7 +77,7 @@ class Traffic:
     def _of_sdk(self) -> Ask:
         client = next(self._sdk)
 
-        async def ask(answer: Answer) -> None:
+        async def ask(answer: Reply) -> None:
             options: Any = {**answer.question.sampling, "ignore_eos": True}
             while True:
                 options["request_id"] = f"{answer.request_id}-{answer.refused}"
@@ -94,7 +94,7 @@ class Traffic:
 
         return ask
 
-    async def _ask_raw(self, answer: Answer) -> None:
+    async def _ask_raw(self, answer: Reply) -> None:
         options: Any = {**answer.question.sampling, "ignore_eos": True, "request_id": answer.request_id}
         request = wire.text_request(answer.question.prompt, options)
         request.return_token_ids = True
@@ -108,7 +108,7 @@ class Traffic:
         ]
         turns = itertools.count(next(self._numbers))
 
-        async def ask(answer: Answer) -> None:
+        async def ask(answer: Reply) -> None:
             while True:
                 turn, began = next(turns) % len(gateways), time.monotonic()
                 try:
@@ -127,7 +127,7 @@ class Traffic:
 
         return ask
 
-    async def _complete(self, client: Any, answer: Answer) -> None:
+    async def _complete(self, client: Any, answer: Reply) -> None:
         body = {**answer.question.sampling, "extra_body": {"ignore_eos": True}, "stream": True}
         ended = 0
         async for chunk in await client.completions.create(
