@@ -22,6 +22,7 @@ from octavo.v1 import operations_pb2_grpc as ops_grpc
 
 from octavo_lab.chaos.links import Links, Namespaces, ProxyLinks
 from octavo_lab.chaos.schedule import WATCHDOG_S
+from scheduler_svc.config import FleetSection
 
 _VLLM: Final = "--runner vllm --enforce-eager --max-num-batched-tokens 512 --max-model-len 1024"
 RUNNERS: Final = {
@@ -30,6 +31,7 @@ RUNNERS: Final = {
     "vllm": ("demo", (*_VLLM.split(), "--dtype", "float32")),
 }
 """Model and flags of the workers. In float32, outputs do not depend on the batch."""
+_RANKED: Final = "rank" in FleetSection.model_fields
 _RESTART_S: Final = 0.3
 _POLL_S: Final = 0.1
 _ASK_S: Final = 2.0
@@ -64,7 +66,7 @@ class ChaosStack(Stack):
                 arguments = ["worker", "--listen", address, "--model", model, "--metrics-port", "none"]
                 self.workers[index] = self._child(worker.name, address, [*arguments, *worker_args])
         at = self.config.host
-        self.schedulers: list[Child] = []
+        self._schedulers: list[Child] = []
         fronts = [(next(ports), f"{at}:{next(ports)}") for _ in range(sizes.schedulers)]
         self.links = list(fronts)
         for index, (_, address) in enumerate(fronts):
@@ -75,17 +77,28 @@ class ChaosStack(Stack):
                 addresses = [f"{at}:{port}" for port, _ in links]
             words = f"scheduler --listen {address} --workers {','.join(addresses)} --metrics-port none"
             words += f" --enable-faults --step-watchdog-s {WATCHDOG_S}"
-            self.schedulers.append(self._child(f"scheduler-{index}", address, words.split()))
-        self.endpoints = [f"{at}:{port}" for port, _ in fronts]
+            words += f" --rank {index} --advertise {at}:{fronts[index][0]}" if _RANKED else ""
+            self._schedulers.append(self._child(f"scheduler-{index}", address, words.split()))
+        self._doors = [f"{at}:{port}" for port, _ in fronts]
         self.gateways = []
         for index in range(sizes.gateways):
             address = f"{at}:{next(ports)}"
-            words = f"gateway --listen {address} --endpoint {','.join(self.endpoints)}"
+            words = f"gateway --listen {address} --endpoint {self.endpoints}"
             self.gateways.append(self._child(f"gateway-{index}", address, words.split()))
         self.doomed: dict[str, float] = {}
         """When a process was last ended on purpose, or stopped, by name; monotonic seconds."""
         self.deaths: list[str] = []
         """Of processes that nobody had ended."""
+
+    @property
+    def schedulers(self) -> list[Child]:
+        """The preferred one first."""
+        return self._schedulers
+
+    @property
+    def endpoints(self) -> str:
+        """Where clients find the schedulers, in this order: behind links that can be cut."""
+        return ",".join(self._doors)
 
     @property
     def children(self) -> list[Child]:

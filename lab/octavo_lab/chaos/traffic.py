@@ -98,7 +98,7 @@ class Clients:
         options: Any = {**answer.question.sampling, "ignore_eos": True, "request_id": answer.request_id}
         request = wire.text_request(answer.question.prompt, options)
         request.return_token_ids = True
-        answer.refused = await raw.generate(self._stack.endpoints, request, answer.take)
+        answer.refused = await raw.generate(self._stack.endpoints.split(","), request, answer.take)
 
     def _of_openai(self, openai: Any) -> Ask:
         gateways = self._stack.gateways
