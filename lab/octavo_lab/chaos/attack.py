@@ -42,14 +42,12 @@ class Done:
 
 
 class Attack:
-    """Performs actions; `poison` is the token that kills workers, once it is set."""
+    """Performs actions."""
 
     def __init__(self, stack: ChaosStack, links: Links) -> None:
         self.done: list[Done] = []
-        self.poison: int | None = None
         self._stack = stack
         self._links = links
-        self._armed: dict[str, int] = {}
 
     async def perform(self, actions: Sequence[Action], began: float) -> None:
         """Do each action at its time, those that last beside the others; return when all are over."""
@@ -58,24 +56,9 @@ class Attack:
                 await asyncio.sleep(began + action.at_s - time.monotonic())
                 group.create_task(self._perform(action))
 
-    async def keep_armed(self) -> None:
-        """Have every worker that is attached die of the poison, those that were started anew, too."""
-        while True:
-            for worker in self._stack.workers:
-                pid = worker.process.pid
-                if self._armed.get(worker.name) != pid and await self._stack.inject(
-                    worker, *self._poisoned()
-                ):
-                    self._armed[worker.name] = pid
-            await asyncio.sleep(0.2)
-
-    async def wait_armed(self) -> None:
-        """Return when every worker that runs would die of the poison."""
-        while any(self._armed.get(one.name) != one.process.pid for one in self._stack.workers):  # noqa: ASYNC110 # it looks at processes
-            await asyncio.sleep(0.1)
-
     def _poisoned(self) -> list[ops.Fault]:
-        return [] if self.poison is None else [ops.Fault(kind=ops.FAULT_KIND_CRASH, token_id=self.poison)]
+        poison = self._stack.poison
+        return [] if poison is None else [ops.Fault(kind=ops.FAULT_KIND_CRASH, token_id=poison)]
 
     async def _perform(self, action: Action) -> None:
         what = KINDS[action.kind][0]

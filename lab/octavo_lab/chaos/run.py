@@ -49,7 +49,7 @@ def attack(settings: ChaosSettings) -> Findings:
     Raises:
         StackError: the stack cannot start, or does not answer while nothing is done to it.
     """
-    with running(settings.sizes) as (stack, links):
+    with running(settings.sizes, poisoned=settings.poison_s is not None) as (stack, links):
         return asyncio.run(_run(settings, stack, links))
 
 
@@ -74,9 +74,7 @@ async def _run(settings: ChaosSettings, stack: ChaosStack, links: Links) -> Find
     extra = [keeper]
     poisons: list[Reply] = []
     if settings.poison_s is not None:
-        attacker.poison = _unused(calm, model.vocab_size)
-        extra.append(asyncio.create_task(attacker.keep_armed()))
-        extra.append(asyncio.create_task(_poison(stack, attacker, settings.poison_s, poisons)))
+        extra.append(asyncio.create_task(_poison(stack, settings.poison_s, poisons)))
     actions = schedule(settings.seed, settings.kinds, settings.seconds, settings.every_s)
     until = began + settings.seconds
     streams = [
@@ -97,25 +95,18 @@ async def _run(settings: ChaosSettings, stack: ChaosStack, links: Links) -> Find
     return report
 
 
-def _unused(calm: Sequence[Reply], vocab_size: int) -> int:
-    """Return a token that comes up in no answer."""
-    seen = {token for answer in calm for choice in answer.token_ids for token in choice}
-    return next(token for token in reversed(range(vocab_size)) if token not in seen)
-
-
-async def _poison(stack: ChaosStack, attacker: Attack, every_s: float, answers: list[Reply]) -> None:
+async def _poison(stack: ChaosStack, every_s: float, answers: list[Reply]) -> None:
     """Send a request that kills whoever computes it, again and again."""
     question = Question(-1, "poison", 1, 0.0, 4)
     async with AsyncClient(stack.endpoints) as client:
         while True:
             await asyncio.sleep(every_s)
-            await attacker.wait_armed()
             answer = Reply(question, client="poison", request_id=f"chaos-poison-{len(answers)}")
             for worker in stack.workers:
                 stack.strike(worker)
             answers.append(answer)
             try:
-                await client.generate([3, 4, 5, attacker.poison or 0], max_tokens=4, temperature=0)
+                await client.generate([3, 4, 5, stack.poison or 0], max_tokens=4, temperature=0)
             except OctavoError as error:
                 answer.error = error.reason
 

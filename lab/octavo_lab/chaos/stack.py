@@ -31,6 +31,8 @@ RUNNERS: Final = {
     "vllm": ("demo", (*_VLLM.split(), "--dtype", "float32")),
 }
 """Model and flags of the workers. In float32, outputs do not depend on the batch."""
+POISON: Final = {"sim": 2, "demo": 49_000}
+"""A token that no answer of the model has; of the simulated one, that of the end."""
 _RANKED: Final = "rank" in FleetSection.model_fields
 _RESTART_S: Final = 0.3
 _POLL_S: Final = 0.1
@@ -53,9 +55,12 @@ class Sizes:
 class ChaosStack(Stack):
     """Workers, schedulers and gateways, with links in between that can be cut."""
 
-    def __init__(self, sizes: Sizes, namespaces: Namespaces | None) -> None:
+    def __init__(self, sizes: Sizes, namespaces: Namespaces | None, *, poisoned: bool) -> None:
         model, flags = RUNNERS[sizes.runner]
-        worker_args = (*flags, "--max-num-seqs", "32", "--enable-faults", *sizes.worker_args)
+        self.poison = POISON[model] if poisoned else None
+        poison_flags = ("--poison-token", str(self.poison)) if poisoned else ()
+        common = ("--max-num-seqs", "32", "--enable-faults")
+        worker_args = (*flags, *common, *poison_flags, *sizes.worker_args)
         super().__init__(StackConfig(model=model, num_workers=sizes.workers, worker_args=worker_args))
         self._namespaces = namespaces
         ports = iter(free_ports(sizes.schedulers * (2 + sizes.workers) + sizes.gateways))
@@ -209,11 +214,11 @@ def send(child: Child, number: signal.Signals) -> None:
 
 
 @contextmanager
-def running(sizes: Sizes) -> Iterator[tuple[ChaosStack, Links]]:
-    """A stack that was started, and its links; whatever becomes of it, nothing is left behind."""
+def running(sizes: Sizes, *, poisoned: bool = False) -> Iterator[tuple[ChaosStack, Links]]:
+    """A stack that was started, and its links. Poisoned: its workers die of the token `POISON`."""
     with ExitStack() as held:
         namespaces = held.enter_context(Namespaces(sizes.workers)) if sizes.netns else None
-        stack = ChaosStack(sizes, namespaces)
+        stack = ChaosStack(sizes, namespaces, poisoned=poisoned)
         proxy = held.enter_context(ProxyLinks(stack.links))
         held.enter_context(stack)
         yield stack, namespaces or proxy

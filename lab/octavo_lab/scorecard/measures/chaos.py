@@ -36,7 +36,7 @@ for _runner in ("sim", "torch", "vllm"):
         at_most(0),
         long=True,
         measures=f"40 clients, {_runner} in float32, {SECONDS:g} s of all that can be done to 2 workers, "
-        "2 schedulers and 2 gateways, poison every 20 s: requests failed or wrong, blocks leaked, accounts open",
+        "2 schedulers and 2 gateways, poison every 20 s: requests failed or wrong, blocks leaked",
     )(_attacked(_runner))
 
 
