@@ -13,11 +13,11 @@ from octavo.errors import OctavoError
 from octavo.stack import StackError
 from octavo.status import Status
 
-from octavo_lab.chaos.attack import Attack, heal
+from octavo_lab.chaos.attack import Attack, Done, heal
 from octavo_lab.chaos.links import Links
 from octavo_lab.chaos.questions import Question, Reply, difference, questions
 from octavo_lab.chaos.report import Findings, longest_gap_s
-from octavo_lab.chaos.schedule import KINDS, schedule
+from octavo_lab.chaos.schedule import KINDS, Action, schedule
 from octavo_lab.chaos.stack import ChaosStack, Sizes, running
 from octavo_lab.chaos.traffic import PATIENCE_S, Clients
 
@@ -74,7 +74,7 @@ async def _run(settings: ChaosSettings, stack: ChaosStack, links: Links) -> Find
     extra = [keeper]
     poisons: list[Reply] = []
     if settings.poison_s is not None:
-        extra.append(asyncio.create_task(_poison(stack, settings.poison_s, poisons)))
+        extra.append(asyncio.create_task(_poison(stack, attacker.done, settings.poison_s, poisons)))
     actions = schedule(settings.seed, settings.kinds, settings.seconds, settings.every_s)
     until = began + settings.seconds
     streams = [
@@ -95,7 +95,7 @@ async def _run(settings: ChaosSettings, stack: ChaosStack, links: Links) -> Find
     return report
 
 
-async def _poison(stack: ChaosStack, every_s: float, answers: list[Reply]) -> None:
+async def _poison(stack: ChaosStack, done: list[Done], every_s: float, answers: list[Reply]) -> None:
     """Send a request that kills whoever computes it, again and again."""
     question = Question(-1, "poison", 1, 0.0, 4)
     async with AsyncClient(stack.endpoints) as client:
@@ -105,6 +105,7 @@ async def _poison(stack: ChaosStack, every_s: float, answers: list[Reply]) -> No
             for worker in stack.workers:
                 stack.strike(worker)
             answers.append(answer)
+            done.append(Done(Action(0.0, "poison", 0, 0.0), time.monotonic(), "worker"))
             try:
                 await client.generate([3, 4, 5, stack.poison or 0], max_tokens=4, temperature=0)
             except OctavoError as error:
