@@ -26,6 +26,7 @@ FLAGS: Final[tuple[Flag, ...]] = (
     ("--schedulers", int, 2, "N", "schedulers; clients know all of them, in order"),
     ("--gateways", int, 2, "N", "HTTP gateways"),
     ("--max-tokens", int, 96, "N", "tokens of the longest answer"),
+    ("--watchdog", float, 3.0, "S", "a worker that owes a report for longer is lost; slow steps want more"),
     ("--seed", int, 1, "N", "the same seed does the same at the same time"),
     ("--kinds", str, ",".join(KINDS), "KIND,...", "what to do"),
     ("--poison", float, None, "S", "a request that kills workers, every so many seconds"),
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         output.fail(f"no such kind: {', '.join(unknown)}; there are {', '.join(KINDS)}")
         return 2
     if arguments.plan:
-        for action in schedule(arguments.seed, kinds, arguments.seconds, arguments.every):
+        for action in schedule(arguments.seed, kinds, arguments.seconds, arguments.every, arguments.watchdog):
             print(f"{action.at_s:8.2f} s  {action.kind:<20} {action.seconds:g} s")
         return 0
     try:
@@ -74,6 +75,7 @@ def _sizes(arguments: argparse.Namespace) -> Sizes:
         schedulers=arguments.schedulers,
         gateways=arguments.gateways,
         netns=arguments.netns,
+        watchdog_s=arguments.watchdog,
         worker_args=arguments.worker_arg,
     )
 

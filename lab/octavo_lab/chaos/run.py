@@ -75,7 +75,9 @@ async def _run(settings: ChaosSettings, stack: ChaosStack, links: Links) -> Find
     poisons: list[Reply] = []
     if settings.poison_s is not None:
         extra.append(asyncio.create_task(_poison(stack, attacker.done, settings.poison_s, poisons)))
-    actions = schedule(settings.seed, settings.kinds, settings.seconds, settings.every_s)
+    actions = schedule(
+        settings.seed, settings.kinds, settings.seconds, settings.every_s, settings.sizes.watchdog_s
+    )
     until = began + settings.seconds
     streams = [
         asyncio.create_task(traffic.stream(f"{kind}-{number}", ask, asked, until))

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-WATCHDOG_S: Final = 3.0
-"""Of the schedulers that are attacked: a worker that owes a report for longer is lost."""
 KINDS: Final[dict[str, tuple[str, float, float]]] = {
     "kill-worker": ("worker", 0, 0),
     "kill-scheduler": ("scheduler", 0, 0),
     "kill-gateway": ("gateway", 0, 0),
     "stop-worker": ("worker", 0.3, 1.5),
-    "stop-worker-long": ("worker", WATCHDOG_S + 1, WATCHDOG_S + 3),
+    "stop-worker-long": ("worker", 1, 3),
     "stop-scheduler": ("scheduler", 0.3, 1.5),
     "stop-scheduler-long": ("scheduler", 5, 8),
     "stop-gateway": ("gateway", 0.3, 3),
@@ -29,7 +27,7 @@ KINDS: Final[dict[str, tuple[str, float, float]]] = {
     "half-open": ("port", 3, 8),
     "pings": ("scheduler", 1, 2),
     "slow-step": ("worker", 0.2, 1),
-    "hang": ("worker", WATCHDOG_S + 3, WATCHDOG_S + 3),
+    "hang": ("worker", 3, 3),
     "step-error": ("worker", 0, 0),
     "oom": ("worker", 0, 0),
     "allocation": ("worker", 0, 0),
@@ -38,6 +36,8 @@ KINDS: Final[dict[str, tuple[str, float, float]]] = {
     "eviction-race": ("worker", 0, 0),
 }
 """By name: what it strikes, and for how many seconds, at least and at most."""
+PAST_WATCHDOG: Final = ("stop-worker-long", "hang")
+"""Kinds that last so much longer than a worker may owe a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,9 @@ class Action:
     """How long it lasts, where it does."""
 
 
-def schedule(seed: int, kinds: Sequence[str], seconds: float, every_s: float) -> list[Action]:
+def schedule(
+    seed: int, kinds: Sequence[str], seconds: float, every_s: float, watchdog_s: float = 3.0
+) -> list[Action]:
     """Return the actions of a run: one each `every_s`, give or take a fifth, every kind as often."""
     rng = random.Random(seed)
     actions: list[Action] = []
@@ -63,8 +65,7 @@ def schedule(seed: int, kinds: Sequence[str], seconds: float, every_s: float) ->
             deck = rng.sample(sorted(kinds), len(kinds))
         kind = deck.pop()
         _, least, most = KINDS[kind]
-        actions.append(
-            Action(round(at_s, 2), kind, rng.randrange(1 << 16), round(rng.uniform(least, most), 2))
-        )
+        lasts_s = rng.uniform(least, most) + (watchdog_s if kind in PAST_WATCHDOG else 0.0)
+        actions.append(Action(round(at_s, 2), kind, rng.randrange(1 << 16), round(lasts_s, 2)))
         number += 1
     return actions

@@ -21,7 +21,6 @@ from octavo.v1 import operations_pb2 as ops
 from octavo.v1 import operations_pb2_grpc as ops_grpc
 
 from octavo_lab.chaos.links import Links, Namespaces, ProxyLinks
-from octavo_lab.chaos.schedule import WATCHDOG_S
 from scheduler_svc.config import FleetSection
 
 _VLLM: Final = "--runner vllm --enforce-eager --max-num-batched-tokens 512 --max-model-len 1024"
@@ -49,6 +48,8 @@ class Sizes:
     schedulers: int = 2
     gateways: int = 2
     netns: bool = False
+    watchdog_s: float = 3.0
+    """A worker that owes a report for longer is lost."""
     worker_args: Sequence[str] = ()
 
 
@@ -81,7 +82,7 @@ class ChaosStack(Stack):
                 self.links += links
                 addresses = [f"{at}:{port}" for port, _ in links]
             words = f"scheduler --listen {address} --workers {','.join(addresses)} --metrics-port none"
-            words += f" --enable-faults --step-watchdog-s {WATCHDOG_S}"
+            words += f" --enable-faults --step-watchdog-s {sizes.watchdog_s}"
             words += f" --rank {index} --advertise {at}:{fronts[index][0]}" if _RANKED else ""
             self._schedulers.append(self._child(f"scheduler-{index}", address, words.split()))
         self._doors = [f"{at}:{port}" for port, _ in fronts]
