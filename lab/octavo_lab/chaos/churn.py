@@ -87,8 +87,8 @@ class Curve:
             figure, axes = panels((10, 6), rows=2, sharex=True)
             for index, (axis, label) in enumerate(zip(axes, ("MiB", "descriptors"), strict=True)):
                 for name in names:
-                    values = [sample.of[name][index] / (1, _MIB)[index == 0] for sample in self.samples]
-                    axis.plot([sample.requests for sample in self.samples], values, label=name)
+                    curve = [sample.of[name][index] / (_MIB, 1)[index] for sample in self.samples]
+                    axis.plot([sample.requests for sample in self.samples], curve, label=name)
                 axis.set_ylabel(label)
             axes[0].legend(loc="upper left")
             axes[1].set_xlabel("requests")
