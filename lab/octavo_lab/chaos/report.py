@@ -119,7 +119,9 @@ class Findings:
             f"{total} requests: {self.failed} failed, {self.wrong} wrong, {self.leaked} leaked; "
             f"worst pause {seconds(self.worst_pause_s)} (calm: {seconds(self.calm_gap_s)})"
         )
-        found_lines = "\n".join(("Found:", *(f"- {one}" for one in self.findings)))
+        found_lines = "\n".join(
+            (f"Found (logs are in {self.settings.get('logs')}):", *(f"- {one}" for one in self.findings))
+        )
         parts = (
             table(("client", *columns), requests),
             table(("action", "times", "pauses", "median", "P99", "worst"), actions),

@@ -86,7 +86,7 @@ async def _run(settings: ChaosSettings, stack: ChaosStack, links: Links) -> Find
     await attacker.perform(actions, began)
     heal(stack, links)
     await asyncio.wait(streams, timeout=max(0.0, until - time.monotonic()) + PATIENCE_S + 10.0)
-    found = {**asdict(settings), "kinds": list(settings.kinds)}
+    found = {**asdict(settings), "kinds": list(settings.kinds), "logs": str(stack.folder)}
     report = Findings(found, attacker.done, traffic.answers, began, longest_gap_s(calm))
     _compare(report, calm, poisons)
     await _audit(report, stack, before)
