@@ -50,8 +50,8 @@ class ProxyLinks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        with self._process:  # Leaving it closes the pipe and waits.
+            self._process.kill()
 
 
 class Namespaces:

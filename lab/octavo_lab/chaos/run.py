@@ -88,6 +88,7 @@ async def _run(settings: ChaosSettings, stack: ChaosStack, links: Links) -> Find
     await asyncio.wait(streams, timeout=max(0.0, until - time.monotonic()) + PATIENCE_S + 10.0)
     found = {**asdict(settings), "kinds": list(settings.kinds), "logs": str(stack.folder)}
     report = Findings(found, attacker.done, traffic.answers, began, longest_gap_s(calm))
+    await traffic.aclose()
     _compare(report, calm, poisons)
     await _audit(report, stack, before)
     for task in extra:

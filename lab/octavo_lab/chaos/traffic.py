@@ -21,7 +21,7 @@ PATIENCE_S: Final = 120.0
 """A request without an end for so long has failed."""
 CLIENTS: Final = ("sdk", "sdk", "raw", "openai")
 """What streams take turns to be."""
-_STREAMS_PER_CLIENT: Final = 5
+_NUM_SDK_CLIENTS: Final = 5
 _AGAIN_S: Final = 0.5
 _BACK_S: Final = 10.0
 """A gateway that was struck is back after so long at the latest."""
@@ -35,7 +35,9 @@ class Clients:
         self.answers: list[Reply] = []
         self._stack = stack
         self._model = model
-        self._sdk = itertools.cycle([AsyncClient(stack.endpoints) for _ in range(_STREAMS_PER_CLIENT)])
+        sdk = [AsyncClient(stack.endpoints) for _ in range(_NUM_SDK_CLIENTS)]
+        self._sdk = itertools.cycle(sdk)
+        self._closers: list[Callable[[], Awaitable[None]]] = [client.aclose for client in sdk]
         self._numbers = itertools.count()
 
     def clients(self, streams: int) -> list[tuple[str, Ask]]:
@@ -51,6 +53,11 @@ class Clients:
         return [
             (kind, makers[kind]()) for _, kind in zip(range(streams), itertools.cycle(kinds), strict=False)
         ]
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for close in self._closers:
+            await close()
 
     async def stream(self, name: str, ask: Ask, questions: Sequence[Question], until: float) -> None:
         """Ask one question after the other until a time (monotonic seconds)."""
@@ -106,6 +113,7 @@ class Clients:
             openai.AsyncOpenAI(base_url=f"http://{one.address}/v1", api_key="any", timeout=PATIENCE_S)
             for one in gateways
         ]
+        self._closers += [client.close for client in clients]
         turns = itertools.count(next(self._numbers))
 
         async def ask(answer: Reply) -> None:
