@@ -71,10 +71,7 @@ async def _run(settings: ChaosSettings, stack: ChaosStack, links: Links) -> Find
 
     began = time.monotonic()
     attacker = Attack(stack, links)
-    extra = [keeper]
     poisons: list[Reply] = []
-    if settings.poison_s is not None:
-        extra.append(asyncio.create_task(_poison(stack, attacker.done, settings.poison_s, poisons)))
     actions = schedule(
         settings.seed, settings.kinds, settings.seconds, settings.every_s, settings.sizes.watchdog_s
     )
@@ -83,6 +80,9 @@ async def _run(settings: ChaosSettings, stack: ChaosStack, links: Links) -> Find
         asyncio.create_task(traffic.stream(f"{kind}-{number}", ask, asked, until))
         for number, (kind, ask) in enumerate(traffic.clients(settings.streams))
     ]
+    if settings.poison_s is not None:
+        poison = _poison(stack, attacker.done, settings.poison_s, until, poisons)
+        streams.append(asyncio.create_task(poison))
     await attacker.perform(actions, began)
     heal(stack, links)
     await asyncio.wait(streams, timeout=max(0.0, until - time.monotonic()) + PATIENCE_S + 10.0)
@@ -91,18 +91,18 @@ async def _run(settings: ChaosSettings, stack: ChaosStack, links: Links) -> Find
     await traffic.aclose()
     _compare(report, calm, poisons)
     await _audit(report, stack, before)
-    for task in extra:
-        task.cancel()
-    await asyncio.gather(*extra, return_exceptions=True)
+    keeper.cancel()
     report.findings += [f"a process ended of itself: {death}" for death in stack.deaths]
     return report
 
 
-async def _poison(stack: ChaosStack, done: list[Done], every_s: float, answers: list[Reply]) -> None:
-    """Send a request that kills whoever computes it, again and again."""
+async def _poison(
+    stack: ChaosStack, done: list[Done], every_s: float, until: float, answers: list[Reply]
+) -> None:
+    """Send a request that kills whoever computes it, every so many seconds, until a time."""
     question = Question(-1, "poison", 1, 0.0, 4)
     async with AsyncClient(stack.endpoints) as client:
-        while True:
+        while time.monotonic() + every_s < until:
             await asyncio.sleep(every_s)
             answer = Reply(question, client="poison", request_id=f"chaos-poison-{len(answers)}")
             for worker in stack.workers:

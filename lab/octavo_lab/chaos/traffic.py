@@ -23,8 +23,8 @@ CLIENTS: Final = ("sdk", "sdk", "raw", "openai")
 """What streams take turns to be."""
 _NUM_SDK_CLIENTS: Final = 5
 _AGAIN_S: Final = 0.5
-_BACK_S: Final = 10.0
-"""A gateway that was struck is back after so long at the latest."""
+_BACK_S: Final = 40.0
+"""A gateway that was struck is back after so long at the latest: one that drains takes its grace."""
 Ask = Callable[[Reply], Awaitable[None]]
 
 
