@@ -14,7 +14,7 @@ MACHINES := tests/sim/test_state_machine.py tests/unit/worker/engine/test_engine
 RELEASED := protos/released/0.1.0.binpb
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm clients node demo test test-slow test-all explore lint format proto scorecard clean
+.PHONY: help setup vllm clients node demo test test-slow test-all explore lint format proto scorecard chaos clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -82,6 +82,9 @@ proto: ## regenerate client/octavo/v1 from protos/
 
 scorecard: .venv/.installed ## measure every promise (ONLY='e2e.*', LONG=1 for the long ones)
 	@$(BIN)/python -m octavo_lab.scorecard $(if $(ONLY),--only '$(ONLY)') $(if $(LONG),--long)
+
+chaos: .venv/.installed ## attack a stack for three minutes (ARGS="--runner torch --seed 2")
+	@$(BIN)/octavo chaos --seconds 180 --poison 20 $(ARGS)
 
 clean: ## remove what the targets made
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -198,6 +198,10 @@ class WorkerProcessSection(ProcessSection):
         120.0, description="the same for the first steps of a size, which may compile"
     )
     enable_faults: bool = Field(False, description="allow fault injection")
+    poison_token: Amount | None = Field(
+        None,
+        description="with enable_faults, from the start on: the process dies where it computes this token",
+    )
     check_integrity: bool = Field(
         False, description="check all books after every step, and die if they do not balance"
     )

@@ -12,7 +12,7 @@ from octavo.steptimes import StepTimes, StepTimesError
 
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.engine import EngineConfig, WorkerEngine
-from worker_svc.engine.faults import Faults, FaultyRunner
+from worker_svc.engine.faults import Fault, FaultKind, Faults, FaultyRunner
 from worker_svc.engine.loop import Loaded
 from worker_svc.errors import InvalidSettings
 from worker_svc.models.files import ModelFormat, ResolvedModel
@@ -63,7 +63,8 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
     )
     if not settings.process.enable_faults:
         return Loaded(WorkerEngine(runner, config), info, geometry, sizing.max_model_len, limits)
-    faults = Faults()
+    poison = settings.process.poison_token
+    faults = Faults([] if poison is None else [Fault(FaultKind.CRASH, token_id=poison)])
     engine = WorkerEngine(FaultyRunner(runner, faults, ProcessFaults()), config, faults)
     return Loaded(engine, info, geometry, sizing.max_model_len, limits, faults)
 

@@ -50,6 +50,7 @@ COMMANDS: Final = {
 # are entry points of the group, which other distributions may join with commands of their own.
 ADDED: Final = {
     "bench": ("octavo[bench]", "measure a service, or parts of it"),
+    "chaos": ("octavo[bench]", "attack a stack of real processes, and see what its clients notice"),
     "tune": ("octavo[bench]", "find the settings that serve most within a latency target"),
     "replay": ("octavo[scheduler]", "replay a plan log, and tell why a request waited"),
 }

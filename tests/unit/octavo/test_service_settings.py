@@ -39,8 +39,8 @@ PROMISED: Final = {
     "tensor_parallel_size pipeline_parallel_size trust_remote_code num_threads vllm_args max_num_seqs "
     "max_num_batched_tokens max_model_len block_size num_blocks kv_cache_bytes gpu_memory_utilization "
     "num_host_blocks host_kv_bytes pin_budget_blocks kv_layout padded listen metrics_port worker_id "
-    "drain_grace_s step_limit_s first_step_limit_s enable_faults check_integrity log_format log_level "
-    "sim_profile sim_speed config_file",
+    "drain_grace_s step_limit_s first_step_limit_s enable_faults poison_token check_integrity log_format "
+    "log_level sim_profile sim_speed config_file",
     "gateway": "listen endpoint api_key_file reconnect_timeout_s connect_timeout_s max_body_bytes "
     "read_timeout_s write_timeout_s keep_alive_s drain_grace_s log_format log_level config_file",
 }

@@ -1,0 +1,1 @@
+"""A stack of real processes under attack, and whether its clients notice more than a pause."""

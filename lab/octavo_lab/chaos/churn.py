@@ -1,0 +1,137 @@
+"""Short requests for a long time: whether memory and descriptors of every process stay as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from octavo.aio import AsyncClient
+
+from octavo_lab.chaos.links import Links
+from octavo_lab.chaos.stack import ChaosStack, Sizes, running
+from octavo_lab.plots import panels, save, styled
+from octavo_lab.report import table
+
+_SPEED: Final = ("--sim-speed", "50")
+_READY_S: Final = 120.0
+_SAMPLES: Final = 240
+_MIB: Final = 2**20
+FLAT_MIB: Final = 4.0
+"""Memory that grows by no more in the second half of a run is flat: allocators keep what they had once."""
+FLAT_DESCRIPTORS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Resident bytes and descriptors of each process, by name, `at_s` after the first request."""
+
+    at_s: float
+    requests: int
+    of: dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What a run has seen. Growth is that of a line through the second half: the first half warms up."""
+
+    samples: Sequence[Held]
+    failed: int
+
+    def growth(self) -> dict[str, tuple[float, float]]:
+        """Return MiB and descriptors that each process has gained over the second half, by name."""
+        late = self.samples[len(self.samples) // 2 :]
+        at = np.array([sample.at_s for sample in late])
+        found = {}
+        for name in late[-1].of:
+            values = np.array([sample.of[name] for sample in late], dtype=float)
+            gained = np.polyfit(at, values, 1)[0] * (at[-1] - at[0])
+            found[name] = (float(gained[0]) / _MIB, float(gained[1]))
+        return found
+
+    @property
+    def flat(self) -> bool:
+        """Whether no process has grown, and no request failed."""
+        grown = self.growth().values()
+        return not self.failed and all(mib <= FLAT_MIB and fds <= FLAT_DESCRIPTORS for mib, fds in grown)
+
+    def as_text(self) -> str:
+        """Return a table of the processes."""
+        first, last = self.samples[len(self.samples) // 2], self.samples[-1]
+        rows = [
+            (name, *(f"{one.of[name][0] / _MIB:.1f}" for one in (first, last)), f"{mib:+.2f}", f"{fds:+.1f}")
+            for name, (mib, fds) in self.growth().items()
+        ]
+        header = ("process", "MiB half way", "at the end", "gained", "descriptors gained")
+        verdict = "flat" if self.flat else "NOT flat"
+        told = f"{last.requests} requests in {last.at_s:.0f} s, {self.failed} failed: {verdict}"
+        return f"{table(header, rows)}\n\n{told}"
+
+    def write(self, folder: Path) -> None:
+        """Write the curve as CSV and as a plot, or raise OSError."""
+        names = list(self.samples[-1].of)
+        with (folder / "churn.csv").open("w", newline="") as file:
+            lines = csv.writer(file)
+            units = itertools.product(names, ("bytes", "descriptors"))
+            lines.writerow(("at_s", "requests", *(" ".join(unit) for unit in units)))
+            for sample in self.samples:
+                values = (value for name in names for value in sample.of[name])
+                lines.writerow((round(sample.at_s, 1), sample.requests, *values))
+        with styled():
+            figure, axes = panels((10, 6), rows=2, sharex=True)
+            for index, (axis, label) in enumerate(zip(axes, ("MiB", "descriptors"), strict=True)):
+                for name in names:
+                    curve = [sample.of[name][index] / (_MIB, 1)[index] for sample in self.samples]
+                    axis.plot([sample.requests for sample in self.samples], curve, label=name)
+                axis.set_ylabel(label)
+            axes[0].legend(loc="upper left")
+            axes[1].set_xlabel("requests")
+            save(figure, folder / "churn.png")
+
+
+def churn(sizes: Sizes, seconds: float, requests: int, streams: int) -> Curve:
+    """Send short requests until either bound is reached; StackError: the stack cannot start."""
+    args = (*sizes.worker_args, *_SPEED)
+    quiet = Sizes(workers=sizes.workers, schedulers=sizes.schedulers, gateways=0, worker_args=args)
+    with running(quiet) as (stack, links):
+        return asyncio.run(_run(stack, links, seconds, requests, streams))
+
+
+async def _run(stack: ChaosStack, links: Links, seconds: float, requests: int, streams: int) -> Curve:
+    del links
+    await stack.settled(_READY_S)
+    samples: list[Held] = []
+    done, failed, began = itertools.count(), 0, time.monotonic()
+    count = 0
+
+    async def stream(client: AsyncClient, index: int) -> None:
+        nonlocal count, failed
+        while time.monotonic() < began + seconds and (number := next(done)) < requests:
+            prompt = [3 + (number // 200 + place) % 200 for place in range(8)]
+            try:
+                answer = await client.generate(
+                    [3 + number % 200, *prompt], max_tokens=1 + index % 4, skip_text=True
+                )
+                failed += not answer.token_ids
+            except Exception:  # noqa: BLE001 # it is counted, whatever it is
+                failed += 1
+            count += 1
+
+    async def watch() -> None:
+        while True:
+            samples.append(Held(time.monotonic() - began, count, stack.resources()))
+            await asyncio.sleep(max(0.5, seconds / _SAMPLES))
+
+    async with AsyncClient(stack.endpoints) as client:
+        watcher = asyncio.create_task(watch())
+        await asyncio.gather(*(stream(client, index) for index in range(streams)))
+        watcher.cancel()
+    await stack.settled(_READY_S)
+    samples.append(Held(time.monotonic() - began, count, stack.resources()))
+    return Curve(samples, failed)
