@@ -102,7 +102,9 @@ async function generate(clients, request, onText) {
     if (call.done) return call;
     troubleSince ??= Date.now();
     const late = Date.now() - troubleSince > PATIENCE_MS || (call.dueAt && Date.now() > call.dueAt);
-    if (late || !MAY_BE_SENT_AGAIN.includes(error.code)) throw error;
+    // Another end than UNAVAILABLE that the scheduler gave itself is its last word: POISON is ABORTED, too.
+    const said = error.code !== grpc.status.UNAVAILABLE && error.metadata?.get("octavo-error-bin").length;
+    if (late || said || !MAY_BE_SENT_AGAIN.includes(error.code)) throw error;
     next += 1;
     await new Promise((resolve) => setTimeout(resolve, delay));
     delay = Math.min(2 * delay, MAX_DELAY_MS);

@@ -35,6 +35,9 @@ _OPTIONS: Final = (
     ("grpc.http2.max_ping_strikes", 0),
     # Of one connection; a client waits with what goes beyond it.
     ("grpc.max_concurrent_streams", 2048),
+    # Calls that came and that no handler has taken yet: beyond the first, gRPC ends some without a word.
+    ("grpc.server.max_pending_requests", 16_384),
+    ("grpc.server.max_pending_requests_hard_limit", 32_768),
     # A connection on which nobody says a word of HTTP/2.
     ("grpc.server_handshake_timeout_ms", 10_000),
 )

@@ -339,6 +339,11 @@ class WorkerLink:
             context.driver.worker_up(info, self)
             context.on_ready(self)
             await self._read_reports(call, worker_id)
+        except grpc.aio.AioRpcError as failure:
+            if sender is not None and (told := error_in(failure)) and told.reason == "TAKEN_OVER":
+                # It lives on elsewhere: nobody is to blame for its going.
+                context.driver.worker_draining(worker_id)
+            raise
         finally:
             call.cancel()
             if sender is not None:

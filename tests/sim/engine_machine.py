@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from octavo.protocol.steps import Geometry, Plan, Refused, RefuseReason, Report
+from octavo.protocol.steps import Geometry, Plan, Refused, RefuseReason, Report, StepStatus
 from octavo.sampling import SamplingParams
 from octavo_lab.sim import SimWorkerConfig
 from octavo_lab.sim.tokens import stream_of, token_at
@@ -137,6 +137,10 @@ class EngineMachine:
             report = self.engine.run_step(offered, lambda: self.now)
         except DeviceLost as error:
             raise WorkerCrashedError from error
+        if report.status is StepStatus.SKIPPED:
+            # None of its admissions was looked at.
+            self.refuse_next += 0 if self.draining else len(forced)
+            forced = []
         self.surprises["refused"] += len(report.refused)
         timing = replace(report.timing, bubble_us=bubble_us)
         return replace(report, refused=(*forced, *report.refused), timing=timing)

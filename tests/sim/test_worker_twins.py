@@ -185,5 +185,5 @@ def test_simulated_worker_reports_what_the_engine_reports_when_much_goes_wrong(m
 
 
 def test_twins_are_compared_in_all_that_a_report_can_tell() -> None:
-    seen = compare("fcfs", FaultRates(**FAULTS | {"crash": 0.0}), 1000, seed=4)
+    seen = compare("fcfs", FaultRates(**FAULTS | {"crash": 0.0}), 1000, seed=6)
     assert {"stored", "evicted", *LISTS} == set(seen), seen
