@@ -21,7 +21,6 @@ from octavo.v1 import operations_pb2 as ops
 from octavo.v1 import operations_pb2_grpc as ops_grpc
 
 from octavo_lab.chaos.links import Links, Namespaces, ProxyLinks
-from scheduler_svc.config import FleetSection
 
 _VLLM: Final = "--runner vllm --enforce-eager --max-num-batched-tokens 512 --max-model-len 1024"
 RUNNERS: Final = {
@@ -32,7 +31,6 @@ RUNNERS: Final = {
 """Model and flags of the workers. In float32, outputs do not depend on the batch."""
 POISON: Final = {"sim": 2, "demo": 49_000}
 """A token that no answer of the model has; of the simulated one, that of the end."""
-_RANKED: Final = "rank" in FleetSection.model_fields
 _RESTART_S: Final = 0.3
 _POLL_S: Final = 0.1
 _ASK_S: Final = 2.0
@@ -83,7 +81,7 @@ class ChaosStack(Stack):
                 addresses = [f"{at}:{port}" for port, _ in links]
             words = f"scheduler --listen {address} --workers {','.join(addresses)} --metrics-port none"
             words += f" --enable-faults --step-watchdog-s {sizes.watchdog_s}"
-            words += f" --rank {index} --advertise {at}:{fronts[index][0]}" if _RANKED else ""
+            words += f" --rank {index} --advertise {at}:{fronts[index][0]}"
             self._schedulers.append(self._child(f"scheduler-{index}", address, words.split()))
         self._doors = [f"{at}:{port}" for port, _ in fronts]
         self.gateways = []
