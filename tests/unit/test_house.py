@@ -66,7 +66,7 @@ FLOORS = {
     "octavo_lab": (
         "bench scorecard",
         "tune ladder",
-        "overload chunked fleet compare fragmentation vegeta",
+        "overload chunked fleet compare fragmentation vegeta hardening",
         "serve",
         "datasets",
         "load",
