@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -90,6 +91,7 @@ def _stream_for_ever(door: Door, address: str, shared: Any) -> None:
             time.sleep(_PAUSE_S)
             continue
         except (grpc.RpcError, OSError, http.client.HTTPException, ValueError):
+            traceback.print_exc()
             pieces = []
         text = "".join(pieces)
         expected = expected or text
