@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import random
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -30,7 +32,8 @@ from worker_svc.errors import ModelLoadError
 from worker_svc.models.gguf import open_gguf_file
 from worker_svc.runner.torch.hf_folder import open_hf_folder
 
-FOLDER = Path(tempfile.mkdtemp(prefix="octavo-fuzz-"))
+FOLDER = Path(tempfile.mkdtemp(prefix="octavo-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 KEYS = f"""
 [tenants.acme]
