@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH := $(shell sed -n 's/.*"\(torch==[0-9.]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Fast first: a fault shows in seconds where it can.
-TESTS := $(wildcard tests/unit tests/sim tests/e2e tests/perf)
+TESTS := $(wildcard tests/unit tests/sim tests/fuzz tests/e2e tests/perf)
 
 MACHINES := tests/sim/test_state_machine.py tests/unit/worker/engine/test_engine_machine.py \
   tests/unit/worker/kv/test_memory_machine.py
@@ -14,7 +14,7 @@ MACHINES := tests/sim/test_state_machine.py tests/unit/worker/engine/test_engine
 RELEASED := protos/released/0.1.0.binpb
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm clients node demo test test-slow test-all explore lint format proto scorecard chaos clean
+.PHONY: help setup vllm clients node demo test test-slow test-all explore fuzz lint format proto scorecard chaos clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -64,6 +64,9 @@ test-all: test test-slow ## run all tests, as CI does
 
 explore: .venv/.installed ## look for faults with examples that were never tried (RUNS=10)
 	@for run in $$(seq $(or $(RUNS),10)); do OCTAVO_EXPLORE=1 $(BIN)/python -m pytest -q $(MACHINES) || exit 1; done
+
+fuzz: .venv/.installed ## feed harmed messages and files to everything that reads (MINUTES=10, ONLY='gguf', SEED=1)
+	@$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only '$(ONLY)') $(if $(SEED),--seed $(SEED))
 
 lint: .venv/.installed ## check style, types, contract and generated code
 	$(BIN)/ruff check .

@@ -137,7 +137,7 @@ class OutcomeFile:
                 outcome = json.loads(line)
                 if "error" not in outcome:
                     finished[outcome["id"]] = outcome["digest"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise BatchFileError(f"{self._path}: line {number} is not an outcome of a batch") from None
         if whole < len(content):
             begin = _BEGIN.encode()[: len(content) - whole]

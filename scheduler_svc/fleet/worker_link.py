@@ -25,7 +25,7 @@ from octavo.protocol.convert import (
 )
 from octavo.protocol.later import unknown_fields
 from octavo.protocol.proxy import proxy_of, proxy_options
-from octavo.protocol.steps import PROTOCOL_VERSION, Admit, Plan
+from octavo.protocol.steps import KEY_BYTES, PROTOCOL_VERSION, Admit, Plan
 from octavo.protocol.transport import CLIENT_OPTIONS
 from octavo.service.status import error_in
 from octavo.v1 import common_pb2, operations_pb2, worker_pb2, worker_pb2_grpc
@@ -354,11 +354,15 @@ class WorkerLink:
     async def _read_welcome(self, call: _Call, description: worker_pb2.WorkerDescription) -> WorkerInfo:
         device_keys: list[bytes] = []
         host_keys: list[bytes] = []
+        geometry = description.geometry
         while True:
             message = await self._read(call)
             if message is None or message.WhichOneof("message") != "welcome":
                 raise _Unusable("it did not welcome us")
             welcome = message.welcome
+            room = geometry.num_blocks + geometry.num_host_blocks - len(device_keys) - len(host_keys)
+            if len(welcome.device_keys) + len(welcome.host_keys) > room * KEY_BYTES:
+                raise _Unusable("it welcomed us with more keys than it has blocks")
             device_keys += keys_from_proto(welcome.device_keys, "welcome.device_keys")
             host_keys += keys_from_proto(welcome.host_keys, "welcome.host_keys")
             if welcome.incarnation != description.incarnation:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from octavo.protocol.convert import plan_from_proto, report_from_proto
+from google.protobuf.message import DecodeError
+from octavo.protocol.convert import ProtocolError, plan_from_proto, report_from_proto
 from octavo.protocol.steps import Plan, Report
 from octavo.v1 import planlog_pb2, worker_pb2
 from octavo.v1.planlog_pb2 import PlanLogEntry
@@ -225,4 +226,7 @@ def _report(event: planlog_pb2.ReportEvent) -> Report:
 
 
 def _plan(sent: planlog_pb2.SentPlan | None) -> Plan | None:
-    return plan_from_proto(worker_pb2.Plan.FromString(sent.plan)) if sent is not None else None
+    try:
+        return plan_from_proto(worker_pb2.Plan.FromString(sent.plan)) if sent is not None else None
+    except (DecodeError, ProtocolError) as error:
+        raise PlanLogError(f"a logged plan is damaged: {error}") from error

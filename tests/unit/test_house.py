@@ -66,7 +66,7 @@ FLOORS = {
     "octavo_lab": (
         "bench scorecard",
         "tune ladder",
-        "overload chunked fleet compare fragmentation vegeta chaos",
+        "overload chunked fleet compare fragmentation vegeta chaos hardening",
         "serve",
         "datasets",
         "load",

@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path}: no such file") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: must hold a JSON object, holds {type(value).__name__}")

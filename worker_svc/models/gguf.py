@@ -13,12 +13,20 @@ from gguf.quants import dequantize
 
 from worker_svc.errors import ModelLoadError
 
-_MALFORMED: Final = (ValueError, IndexError, KeyError, TypeError, OverflowError, NotImplementedError)
+_MALFORMED: Final = (
+    ValueError, IndexError, KeyError, TypeError, OverflowError, NotImplementedError, RecursionError,
+)  # fmt: skip
 """What the reader raises on a damaged file, UnicodeDecodeError included."""
 
 
 class _Reader(GGUFReader):
     """Parses over a plain array: slicing a memmap costs four times as much, and there are 150,000 slices."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        # Past its end an array is empty and not wrong, and a damaged length would be counted to its end.
+        if int(offset) + int(count) * np.dtype(dtype).itemsize > self._plain.size:
+            raise ValueError("it ends within a value")
+        return super()._get(offset, dtype, count, override_order)
 
     @property  # type: ignore[override] # the base class needs no more than an array
     def data(self) -> np.ndarray[Any, Any]:

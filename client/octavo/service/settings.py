@@ -214,7 +214,8 @@ class ServiceSettings(BaseModel):
             tables = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise SettingsError(f"{path}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
+            # Not TOML, not UTF-8, an integer of thousands of digits, tables in tables without end.
             raise SettingsError(f"{path}: {error}") from None
         for name in tables.keys() - SERVICES:
             raise SettingsError(f"{path}: [{name}]: no such service{_nearest(name, SERVICES)}")

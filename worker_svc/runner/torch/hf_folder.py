@@ -83,7 +83,8 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     Raises:
         ModelLoadError: something in it is missing, malformed, or not supported; it is named.
     """
-    architecture = str((raw.get("architectures") or ["none"])[0])
+    named = raw.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else "none"
     family = FAMILIES.get(architecture)
     if family is None:
         raise ModelLoadError(
@@ -113,7 +114,7 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         )
     except KeyError as error:
         raise ModelLoadError(f"{source}: {error.args[0]} is missing") from error
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelLoadError(f"{source}: {error}") from error
     return check_config(config, source)
 
