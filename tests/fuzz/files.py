@@ -32,7 +32,7 @@ from worker_svc.errors import ModelLoadError
 from worker_svc.models.gguf import open_gguf_file
 from worker_svc.runner.torch.hf_folder import open_hf_folder
 
-FOLDER = Path(tempfile.mkdtemp(prefix="octavo-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+FOLDER = Path(tempfile.mkdtemp(prefix="octavo-fuzz-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 KEYS = f"""
