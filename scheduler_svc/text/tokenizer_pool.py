@@ -31,7 +31,7 @@ from scheduler_svc.text.tokenization import (
     TextSpec,
 )
 from scheduler_svc.text.tokenizer_child import HEADER
-from scheduler_svc.text.turns import Turns
+from scheduler_svc.text.turns import TokenizerTurns
 
 _log = structlog.get_logger()
 
@@ -181,8 +181,8 @@ class TokenizerPool:
         self._timeout_s = timeout_s
         self._max_pending = max_pending
         self._specs: dict[str, TextSpec] = {}
-        self._small: Turns[_Ticket] = Turns()
-        self._large: Turns[_Ticket] = Turns()
+        self._small: TokenizerTurns[_Ticket] = TokenizerTurns()
+        self._large: TokenizerTurns[_Ticket] = TokenizerTurns()
         self._broken: dict[str, tuple[JobFailure, float]] = {}
         """Tokenizers that did not load, with why and when."""
         self._crashed_loads: Counter[str] = Counter()

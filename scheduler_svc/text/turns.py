@@ -30,7 +30,7 @@ class Queued(Protocol):
 T = TypeVar("T", bound=Queued)
 
 
-class Turns(Generic[T]):
+class TokenizerTurns(Generic[T]):
     """Jobs in lanes: the lane that has had the fewest bytes is next, and in it who came first.
 
     A lane that comes back begins where the others are: idle time earns no credit.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from scheduler_svc.text.turns import Turns
+from scheduler_svc.text.turns import TokenizerTurns
 
 
 @dataclass(frozen=True)
@@ -15,13 +15,13 @@ class Job:
     since: float = 0.0
 
 
-def lanes(turns: Turns[Job], count: int) -> list[str]:
+def lanes(turns: TokenizerTurns[Job], count: int) -> list[str]:
     jobs = [turns.pop() for _ in range(count)]
     return [job.lane for job in jobs if job is not None]
 
 
 def test_newcomer_waits_for_no_flood() -> None:
-    turns: Turns[Job] = Turns()
+    turns: TokenizerTurns[Job] = TokenizerTurns()
     for _ in range(1000):
         turns.push(Job("flood"))
     assert lanes(turns, 10) == ["flood"] * 10
@@ -31,7 +31,7 @@ def test_newcomer_waits_for_no_flood() -> None:
 
 
 def test_lanes_have_as_many_bytes_and_their_jobs_come_in_order() -> None:
-    turns: Turns[Job] = Turns()
+    turns: TokenizerTurns[Job] = TokenizerTurns()
     for number in range(1000):
         turns.push(Job("large", 10_000, number))
         turns.push(Job("small", 100, number))
@@ -47,7 +47,7 @@ def test_lanes_have_as_many_bytes_and_their_jobs_come_in_order() -> None:
 
 
 def test_idle_time_earns_no_credit_and_is_forgotten() -> None:
-    turns: Turns[Job] = Turns()
+    turns: TokenizerTurns[Job] = TokenizerTurns()
     for number in range(5000):
         turns.push(Job(f"t{number}"))
         turns.push(Job("steady"))
@@ -62,7 +62,7 @@ def test_idle_time_earns_no_credit_and_is_forgotten() -> None:
 
 
 def test_newest_and_oldest_can_be_taken_out() -> None:
-    turns: Turns[Job] = Turns()
+    turns: TokenizerTurns[Job] = TokenizerTurns()
     for number in range(3):
         turns.push(Job("a", since=number))
         turns.push(Job("b", since=10 + number))
