@@ -13,6 +13,8 @@ from octavo.service.control_groups import MEMBERSHIP, ROOT, groups
 
 DEFAULT_SHARE: Final = 0.8
 """Of what the process may have at most: the rest is for the work that was taken before."""
+RETRY_S: Final = 1.0
+"""When to try again what was refused for memory."""
 _STATM: Final = Path("/proc/self/statm")
 _LIMITS: Final = (("", "memory.max"), ("memory", "memory.limit_in_bytes"))
 """Controller and file of each version of control groups."""
