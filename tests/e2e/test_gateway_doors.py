@@ -384,3 +384,34 @@ async def test_client_that_reads_no_answer_is_dropped() -> None:
                 return False
 
             await until(dropped)
+
+
+# Whose fault it is --------------------------------------------------------------------------------
+
+
+async def test_key_of_the_gateway_that_was_revoked_is_no_fault_of_its_clients(tmp_path: Path) -> None:
+    own = tmp_path / "own.key"
+    own.write_text(new_key())
+    worker = await start_worker()
+    try:
+        path = key_file(tmp_path / "keys.toml", "user", "gateway")
+        async with scheduler(worker.address, key_file=path) as stack:
+            await stack.wait_ready()
+            async with gateway(f"127.0.0.1:{stack.port}", api_key_file=own) as (http, _):
+                for stream in (False, True):
+                    body = {"prompt": "x", "stream": stream}
+                    mine = {"authorization": f"Bearer {KEYS['user']}"}
+                    answer = await http.post("/v1/completions", json=body, headers=mine)
+                    assert answer.status_code == 503, answer.text
+                    assert answer.json()["error"]["code"] == "forwarding_key_refused"
+                    assert "not that of the request" in answer.json()["error"]["message"]
+                    assert answer.headers["x-should-retry"] == "true"
+                    answer = await http.post("/v1/completions", json=body)
+                    assert answer.status_code == 401
+                health = await http.get("/health")
+                assert health.status_code == 503
+                assert "the gateway's own key was refused" in health.json()["reason"]
+                metrics = (await http.get("/metrics")).text
+                assert "octavo_gateway_own_key_refusals_total 3.0" in metrics
+    finally:
+        await worker.stop()

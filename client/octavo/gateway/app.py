@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.aio import AsyncClient, AsyncStream
-from octavo.errors import OctavoError
+from octavo.errors import AccessDeniedError, OctavoError
 from octavo.gateway import translate
 from octavo.gateway.bodies import Bodies
 from octavo.gateway.config import GatewaySettings
@@ -228,8 +228,18 @@ class Gateway:
 
     async def health(self) -> Response:
         """Say whether requests can be served: 200, or 503."""
-        serving = await self._client.serving()
-        return JSONResponse({"status": "ok" if serving else "unavailable"}, 200 if serving else 503)
+        if not await self._client.serving():
+            return JSONResponse({"status": "unavailable", "reason": "the service takes no requests"}, 503)
+        try:
+            # Under the gateway's own key, without which it can forward nothing.
+            await self._client.models()
+        except AccessDeniedError as error:
+            self.metrics.own_key_refused(error.message)
+            reason = f"the gateway's own key was refused: {error.message}"
+            return JSONResponse({"status": "unavailable", "reason": reason}, 503)
+        except OctavoError as error:
+            return JSONResponse({"status": "unavailable", "reason": error.message}, 503)
+        return JSONResponse({"status": "ok"})
 
     async def version(self) -> Response:
         """Name the version."""

@@ -58,9 +58,9 @@ _CODES: Final[Mapping[str, str]] = {
     "NO_API_KEY": "invalid_api_key",
 }
 LEVEL_HEADER: Final = "x-octavo-level"
+"""The degradation level of the service."""
 CHALLENGE: Final = {"www-authenticate": "Bearer"}
 """Goes with every 401 (RFC 9110, section 11.6.1)."""
-"""The degradation level of the service."""
 _DEFAULT_RETRY_S: Final = 1.0
 UNSUPPORTED: Final = "unsupported"
 """Type of the validation error that names parameters known elsewhere and not supported here."""
