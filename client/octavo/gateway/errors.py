@@ -35,6 +35,7 @@ _STATUS: Final[tuple[tuple[type[OctavoError], int], ...]] = (
 _STATUS_OF_REASON: Final[Mapping[str, int]] = {
     "DUPLICATE_REQUEST_ID": 409,
     "MESSAGE_TOO_LARGE": 413,
+    "LOOPBACK_REQUIRED": 403,
     "ROLE_REQUIRED": 403,
     "SLOW_CONSUMER": 503,  # The gateway did not read, which is not its client's fault.
     "CANCELLED": 503,
