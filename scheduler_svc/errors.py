@@ -22,7 +22,6 @@ CODES: Final[Mapping[str, grpc.StatusCode]] = MappingProxyType(
         # The request is wrong.
         "INVALID_REQUEST": grpc.StatusCode.INVALID_ARGUMENT,
         "CHAT_TEMPLATE": grpc.StatusCode.INVALID_ARGUMENT,
-        "TOKENIZER_FAILED": grpc.StatusCode.INVALID_ARGUMENT,
         Reason.PROMPT_TOO_LONG: grpc.StatusCode.INVALID_ARGUMENT,
         Reason.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
         Reason.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
@@ -52,9 +51,11 @@ CODES: Final[Mapping[str, grpc.StatusCode]] = MappingProxyType(
         # Nobody can serve it now.
         Reason.NO_WORKER: grpc.StatusCode.UNAVAILABLE,
         Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
+        "TOKENIZER_FAILED": grpc.StatusCode.UNAVAILABLE,
         Reason.CANCELLED: grpc.StatusCode.CANCELLED,
-        # The service failed. A poison request must not be tried again, so it is not UNAVAILABLE.
+        # The service failed. What ends processes must not be tried again, so it is not UNAVAILABLE.
         Reason.POISON: grpc.StatusCode.ABORTED,
+        "TOKENIZER_CRASHED": grpc.StatusCode.ABORTED,
         Reason.STEP_FAILED: grpc.StatusCode.INTERNAL,
         "INTERNAL": grpc.StatusCode.INTERNAL,
         # Operators' own.

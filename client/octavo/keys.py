@@ -106,7 +106,7 @@ class KeyFile:
 
     def find(self, key: str) -> Key | None:
         """Return the entry of a key as a client presents it, or None."""
-        if _KEY.fullmatch(key) is None:
+        if not is_key(key):
             return None
         digest = digest_of(key)
         found = self._by_digest.get(digest)
@@ -117,6 +117,11 @@ class KeyFile:
 def new_key() -> str:
     """Return a new key: a prefix by which scanners for leaked secrets find it, and 256 random bits."""
     return KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+
+
+def is_key(key: str) -> bool:
+    """Return whether it has the form of a key; no other is in any file."""
+    return _KEY.fullmatch(key) is not None
 
 
 def digest_of(key: str) -> bytes:

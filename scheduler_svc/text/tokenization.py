@@ -118,11 +118,11 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class JobFailure:
-    """A job that failed, and why. `field` is None when it is not the input's fault."""
+    """A job that failed, and why. `field` is None when it may not be the input's fault."""
 
     problem: str
     field: str | None = None
-    reason: str = "INTERNAL"
+    reason: str = "TOKENIZER_FAILED"
 
 
 class TextModel:

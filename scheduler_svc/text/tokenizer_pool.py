@@ -248,7 +248,10 @@ class TokenizerPool:
         if isinstance(result, JobFailure):
             if result.field is not None:
                 raise ServiceError.invalid((result.field, result.problem), reason=result.reason)
-            raise ServiceError("TOKENIZER_FAILED", f"the tokenizer failed: {result.problem}")
+            problem = f"the tokenizer failed: {result.problem}"
+            if result.reason == "TOKENIZER_CRASHED":
+                raise ServiceError("TOKENIZER_CRASHED", problem)
+            raise ServiceError("TOKENIZER_FAILED", problem, retry_after_s=1.0)
         return result
 
     def _make_room(self, lane: str, size_bytes: int) -> None:
@@ -384,7 +387,7 @@ class TokenizerPool:
             if ticket.attempts < _MAX_ATTEMPTS:
                 self._enqueue(ticket)
                 return
-            result = JobFailure("its process crashed on this input")
+            result = JobFailure("its process crashed on this input", reason="TOKENIZER_CRASHED")
         except Exception as error:  # noqa: BLE001 - logged; the next job must not suffer
             _log.exception("tokenizer_failed", model=model)
             result = JobFailure(repr(error))

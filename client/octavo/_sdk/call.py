@@ -117,6 +117,11 @@ class Call:
         self._fresh = False
         self._ended: list[Choice] = []
 
+    @property
+    def has_key(self) -> bool:
+        """Whether it goes under a key of its own (or on purpose under none), not that of the connection."""
+        return self._request.HasField("api_key")
+
     def begin(self, now: float) -> None:
         """Let the time run that the terms allow; it runs from the first call on."""
         if not self._bounds:

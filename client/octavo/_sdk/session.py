@@ -23,6 +23,7 @@ from octavo._sdk import wire
 from octavo._sdk.call import GRACE_S, Call
 from octavo._sdk.channel import Connection, Endpoints, from_rpc
 from octavo.errors import (
+    AccessDeniedError,
     ClientClosedError,
     DeadlineExceededError,
     ErrorInfo,
@@ -431,7 +432,15 @@ class Transport:
         calls, self._waiting = list(self._waiting.values()), {}
         self._calm()
         for call in calls:
-            call.fail(copy.copy(error))
+            call.fail(_of_connection(error) if call.has_key else copy.copy(error))
+
+
+def _of_connection(error: OctavoError) -> OctavoError:
+    """Return the error of a request with a key of its own, whose connection failed: the keys are two."""
+    if not isinstance(error, AccessDeniedError):
+        return copy.copy(error)
+    message = f"the connection's own key was refused, not that of the request: {error.message}"
+    return UnavailableError(message, ErrorInfo("FORWARDING_KEY_REFUSED", message, 14))
 
 
 def _overdue() -> DeadlineExceededError:

@@ -141,15 +141,21 @@ def chat(messages: Messages, options: Mapping[str, Any]) -> pb.Chat:
                 with naming(f"{path}.{name}"):
                     setattr(proto, name, value)
         if one.tool_calls:
-            proto.tool_calls_json = json.dumps(list(one.tool_calls))
+            proto.tool_calls_json = _json(f"{path}.tool_calls_json", list(one.tool_calls))
     message.SetInParent()
     if options.get("tools"):
-        message.tools_json = json.dumps(list(options["tools"]))
+        message.tools_json = _json("chat.tools_json", list(options["tools"]))
     if options.get("template_vars"):
-        message.template_vars_json = json.dumps(dict(options["template_vars"]))
+        message.template_vars_json = _json("chat.template_vars_json", dict(options["template_vars"]))
     if options.get("add_generation_prompt") is not None:
         message.add_generation_prompt = options["add_generation_prompt"]
     return message
+
+
+def _json(field: str, value: object) -> str:
+    """Return JSON, which has no word for NaN and infinity; names the field of a value that is one."""
+    with naming(field):
+        return json.dumps(value, allow_nan=False)
 
 
 def _turn(index: int, turn: Mapping[str, Any]) -> ChatMessage:

@@ -19,16 +19,19 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.aio import AsyncClient, AsyncStream
-from octavo.errors import OctavoError
+from octavo.errors import AccessDeniedError, OctavoError
 from octavo.gateway import translate
-from octavo.gateway.bodies import BodyLimits
+from octavo.gateway.bodies import Bodies
 from octavo.gateway.config import GatewaySettings
 from octavo.gateway.documents import ERRORS, answers
-from octavo.gateway.errors import Failure, GatewayError, failure_of, failure_of_validation
+from octavo.gateway.errors import Failure, GatewayError, failure_of, failure_of_validation, short
+from octavo.gateway.key_check import KeyCheck
 from octavo.gateway.metrics import Metrics, Observation
 from octavo.gateway.responses import EventResponse, Job, JobResponse, WholeResponse
 from octavo.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from octavo.gateway.writers import ChatWriter, CompletionWriter, Head
+from octavo.service.loop_lag import LoopLag
+from octavo.service.memory import MemoryCeiling
 from octavo.types import ChatMessage, ChatOptions, GenerateOptions, GenerateResult, ModelInfo, Prompt
 
 if TYPE_CHECKING:
@@ -157,7 +160,9 @@ class Gateway:
         for one in await self._models(request):
             if one["id"] == name:
                 return JSONResponse(one)
-        raise GatewayError(Failure(404, f"no model {name!r} here", "model_not_found", "model", retry=False))
+        raise GatewayError(
+            Failure(404, f"no model {short(name)!r} here", "model_not_found", "model", retry=False)
+        )
 
     async def _models(self, request: Request) -> list[dict[str, Any]]:
         """Return what a request may name as its model: each model, then its other names and its adapters."""
@@ -223,8 +228,18 @@ class Gateway:
 
     async def health(self) -> Response:
         """Say whether requests can be served: 200, or 503."""
-        serving = await self._client.serving()
-        return JSONResponse({"status": "ok" if serving else "unavailable"}, 200 if serving else 503)
+        if not await self._client.serving():
+            return JSONResponse({"status": "unavailable", "reason": "the service takes no requests"}, 503)
+        try:
+            # Under the gateway's own key, without which it can forward nothing.
+            await self._client.models()
+        except AccessDeniedError as error:
+            self.metrics.own_key_refused(error.message)
+            reason = f"the gateway's own key was refused: {error.message}"
+            return JSONResponse({"status": "unavailable", "reason": reason}, 503)
+        except OctavoError as error:
+            return JSONResponse({"status": "unavailable", "reason": error.message}, 503)
+        return JSONResponse({"status": "ok"})
 
     async def version(self) -> Response:
         """Name the version."""
@@ -244,18 +259,23 @@ def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> 
         reconnect_timeout=settings.scheduler.reconnect_timeout_s,
     )
 
+    gateway = Gateway(client, settings)
+    lag = LoopLag(gateway.metrics.registry)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        lag.start()
         yield
+        lag.stop()
         await client.aclose()
 
-    gateway = Gateway(client, settings)
     app = FastAPI(
         title="Octavo gateway", version=__version__, lifespan=lifespan, redoc_url=None, docs_url="/docs"
     )
     app.include_router(_routes(gateway))
     Refusals(gateway.metrics).install(app)
-    return BodyLimits(app, settings.server.max_body_bytes, settings.server.read_timeout_s)
+    ceiling = MemoryCeiling(settings.server.max_rss_bytes)
+    return Bodies(app, settings.server, KeyCheck(client), ceiling, gateway.metrics)
 
 
 def _routes(gateway: Gateway) -> APIRouter:
@@ -292,7 +312,7 @@ class Refusals:
         assert isinstance(error, RequestValidationError)
         content_type = request.headers.get("content-type", "")
         if request.method == "POST" and "json" not in content_type:
-            problem = f"content-type: must be application/json, got {content_type or 'nothing'!r}"
+            problem = f"content-type: must be application/json, got {short(content_type) or 'nothing'!r}"
             failure = Failure(415, problem, "unsupported_media_type", "content-type", retry=False)
             return self._answer(request, failure)
         return self._answer(request, failure_of_validation(error.errors()))

@@ -23,6 +23,19 @@ class GatewayServerSection(ServerSection):
     max_body_bytes: Annotated[int, Field(ge=1024, le=_MAX_BODY)] = Field(
         8 << 20, description="largest request body"
     )
+    max_receiving_bytes: Annotated[int, Field(ge=_MAX_BODY)] = Field(
+        256 << 20, description="most of bodies that are coming in at once; one address has half of it"
+    )
+    max_connections: Annotated[int, Field(ge=2)] = Field(
+        16_384,
+        description="most connections; one address has half of them, and few descriptors leave fewer",
+    )
+    max_rss_bytes: Annotated[int, Field(ge=1 << 20)] | None = Field(
+        None,
+        description="resident memory at which new requests are refused "
+        "(default: 80 % of what the machine, or the container, has)",
+    )
+    head_timeout_s: Seconds = Field(20.0, description="longest time that a client takes to send its headers")
     read_timeout_s: Seconds = Field(30.0, description="longest time that a client takes to send a body")
     write_timeout_s: Seconds = Field(
         30.0, description="a client that reads nothing for so long is cut off, and its request cancelled"

@@ -169,9 +169,10 @@ class DetokenizeAnswer(BaseModel):
 
 
 class HealthAnswer(BaseModel):
-    """Whether requests can be served."""
+    """Whether requests can be served, and why not."""
 
     status: Literal["ok", "unavailable"]
+    reason: str | None = None
 
 
 class VersionAnswer(BaseModel):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
+
+from starlette.types import Send
 
 from octavo.errors import (
     AccessDeniedError,
@@ -33,6 +35,7 @@ _STATUS: Final[tuple[tuple[type[OctavoError], int], ...]] = (
 _STATUS_OF_REASON: Final[Mapping[str, int]] = {
     "DUPLICATE_REQUEST_ID": 409,
     "MESSAGE_TOO_LARGE": 413,
+    "LOOPBACK_REQUIRED": 403,
     "ROLE_REQUIRED": 403,
     "SLOW_CONSUMER": 503,  # The gateway did not read, which is not its client's fault.
     "CANCELLED": 503,
@@ -56,16 +59,25 @@ _CODES: Final[Mapping[str, str]] = {
     "NO_API_KEY": "invalid_api_key",
 }
 LEVEL_HEADER: Final = "x-octavo-level"
+"""The degradation level of the service."""
 CHALLENGE: Final = {"www-authenticate": "Bearer"}
 """Goes with every 401 (RFC 9110, section 11.6.1)."""
-"""The degradation level of the service."""
 _DEFAULT_RETRY_S: Final = 1.0
 UNSUPPORTED: Final = "unsupported"
 """Type of the validation error that names parameters known elsewhere and not supported here."""
 CONFLICT: Final = "conflict"
 """Type of the validation error that names a parameter which does not go with the others."""
-_VALIDATION_CODES: Final = {UNSUPPORTED: "unsupported_parameter", "extra_forbidden": "unknown_parameter"}
-_MAX_FAULTS: Final = 8
+UNKNOWN: Final = "unknown"
+"""Type of the validation error that names the first of many parameters which nobody knows."""
+_VALIDATION_CODES: Final = {
+    UNSUPPORTED: "unsupported_parameter",
+    UNKNOWN: "unknown_parameter",
+    "extra_forbidden": "unknown_parameter",
+}
+MAX_FAULTS: Final = 8
+"""That are named; the others are found when those are mended."""
+_MAX_MESSAGE: Final = 1000
+_MAX_NAME: Final = 100
 # What pydantic calls the members of unions.
 _MEMBERS: Final = frozenset({"str", "int", "float", "list"})
 # Where the parts of a request came from, by their path in the proto.
@@ -104,7 +116,12 @@ class Failure:
     def body(self) -> dict[str, Any]:
         """The body of the answer, and the event that ends a stream."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        message = short(self.message, _MAX_MESSAGE)
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def with_headers(self, headers: Mapping[str, str]) -> Failure:
+        """Return the same answer with more headers."""
+        return replace(self, headers={**self.headers, **headers})
 
     def encoded(self) -> bytes:
         """Return the body as JSON; what is no Unicode in it is replaced."""
@@ -119,6 +136,25 @@ class Failure:
         if self.retry is not None:
             headers["x-should-retry"] = "true" if self.retry else "false"
         return headers
+
+
+def busy(status: int, message: str, code: str) -> Failure:
+    """Return the refusal of what the gateway has no room for now."""
+    return Failure(status, message, code, retry_after_s=_DEFAULT_RETRY_S, retry=True)
+
+
+async def send_failure(send: Send, failure: Failure) -> None:
+    """Send a failure as the whole answer."""
+    body = failure.encoded()
+    pairs = {"content-type": "application/json", "content-length": str(len(body)), **failure.all_headers()}
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs.items()]
+    await send({"type": "http.response.start", "status": failure.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+def short(text: str, limit: int = _MAX_NAME) -> str:
+    """Return the beginning of what a client wrote: who wrote more knows the rest."""
+    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 class GatewayError(Exception):
@@ -190,11 +226,11 @@ def _param_in(message: str, names: Mapping[str, str]) -> str | None:
 def failure_of_validation(errors: Sequence[Mapping[str, Any]]) -> Failure:
     """Return the answer to a body that is not what the schema says; every fault is named."""
     faults: dict[str, str] = {}
-    for error in errors[:_MAX_FAULTS]:
+    for error in errors[:MAX_FAULTS]:
         path = _path(error["loc"])
-        if error["type"] in (UNSUPPORTED, CONFLICT):
+        if error["type"] in (UNSUPPORTED, UNKNOWN, CONFLICT):
             for name in error["ctx"]["names"]:
-                faults[f"{path}.{name}" if path else name] = str(error["msg"])
+                faults[f"{path}.{short(name)}" if path else short(name)] = str(error["msg"])
         elif error["type"] == "json_invalid":
             faults[""] = f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}"
         else:
@@ -217,7 +253,7 @@ def _path(location: Sequence[str | int]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part.isidentifier() and part not in _MEMBERS:
-            path += f".{part}" if path else part
+            path += f".{short(part)}" if path else short(part)
     return path
 
 

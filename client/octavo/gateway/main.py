@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, cast
 
 import structlog
 import uvicorn
 from prometheus_client import disable_created_metrics
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo._sdk.channel import parse_endpoints
 from octavo.errors import InvalidRequestError
 from octavo.gateway.app import create_app
 from octavo.gateway.config import GatewaySettings
-from octavo.gateway.responses import ABORT
+from octavo.gateway.connections import RESERVED, Connections, Protocol, Timeouts
 from octavo.protocol.proxy import proxy_of
+from octavo.service.descriptors import descriptor_limit, raise_limit
 from octavo.service.settings import ServerSection
 
 _log = structlog.get_logger()
 EXIT_FAILED: Final = 1
 EXIT_ADDRESS_TAKEN: Final = 4
 _BACKLOG: Final = 2048
+_OTHER_DESCRIPTORS: Final = RESERVED + 128
+"""Kept for health and metrics, connections that are being refused, the scheduler, and the process itself."""
+_MAX_DIGITS: Final = 640
+"""Of an integer: to read more takes time by their square, and no number in a body has as many."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-
-
-class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol, which lets the application drop a connection that nobody reads.
-
-    Closing one in the usual way waits until what was written has been read.
-    """
-
-    def on_message_begin(self) -> None:
-        """Begin a request."""
-        super().on_message_begin()
-        # ASGI leaves what an extension holds to its server.
-        self.scope["extensions"] = cast("dict[str, dict[object, object]]", {ABORT: self.transport.abort})
 
 
 class Server(uvicorn.Server):
@@ -60,6 +54,8 @@ class Server(uvicorn.Server):
 def run(settings: GatewaySettings) -> int:
     """Serve until told to stop; return the exit code."""
     settings.start_logging()
+    raise_limit()
+    sys.set_int_max_str_digits(_MAX_DIGITS)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped library
     # Its access log would be a second line for each request; its errors are ours to tell.
     logging.getLogger("uvicorn.access").disabled = True
@@ -92,9 +88,19 @@ def run(settings: GatewaySettings) -> int:
 
 def server_config(app: Any, settings: GatewaySettings) -> uvicorn.Config:
     """Return how uvicorn serves the application."""
+    given = settings.server
+    timeouts = Timeouts(given.head_timeout_s, given.read_timeout_s, given.write_timeout_s)
+    max_connections = given.max_connections
+    descriptors = descriptor_limit()
+    if descriptors is not None and descriptors - _OTHER_DESCRIPTORS < max_connections:
+        max_connections = max(2, descriptors - _OTHER_DESCRIPTORS)
+        _log.warning(
+            "connections_limited_by_descriptors", descriptors=descriptors, connections=max_connections
+        )
     return uvicorn.Config(
         app,
-        http=Protocol,
+        # uvicorn calls it with what a connection of its own would get, and needs no class for that.
+        http=cast("type[asyncio.Protocol]", partial(Protocol, Connections(max_connections, timeouts))),
         ws="none",
         lifespan="on",
         log_config=None,

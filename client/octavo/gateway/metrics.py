@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
@@ -13,9 +14,11 @@ from prometheus_client.process_collector import ProcessCollector
 from octavo.service.log_metrics import LogCollector
 from octavo.types import Delta, GenerateResult, Usage
 
+_log = structlog.get_logger()
 _SECONDS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
+_REMIND_S: Final = 60.0
 
 
 class Metrics:
@@ -52,9 +55,24 @@ class Metrics:
         self.slow_clients = Counter(
             "octavo_gateway_slow_clients", "Clients cut off because they did not read", registry=registry
         )
+        self.own_key_refusals = Counter(
+            "octavo_gateway_own_key_refusals",
+            "Times that the scheduler refused the gateway's own key",
+            registry=registry,
+        )
+        self._told_of_key_at = -_REMIND_S
         ProcessCollector(namespace="octavo_gateway", registry=registry)
         GCCollector(registry=registry)
         registry.register(LogCollector())
+
+    def own_key_refused(self, problem: str) -> None:
+        """Count it, and say so once a minute: clients can do nothing about it."""
+        self.own_key_refusals.inc()
+        if (now := time.monotonic()) - self._told_of_key_at >= _REMIND_S:
+            self._told_of_key_at = now
+            _log.error(
+                "own_key_refused", problem=problem, remedy="give the gateway a key with the role forward"
+            )
 
     def render(self) -> bytes:
         """Return the exposition."""
@@ -92,6 +110,10 @@ class Observation:
     def used(self, usages: Sequence[Usage]) -> None:
         """The request is complete, and its cost is known."""
         self._usages = usages
+
+    def own_key_refused(self, problem: str) -> None:
+        """The gateway's own key was refused, not the client's."""
+        self._metrics.own_key_refused(problem)
 
     def slow(self) -> None:
         """The client does not read."""

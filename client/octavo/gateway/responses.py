@@ -99,6 +99,8 @@ class JobResponse(Response, ABC):
                 await self._run(send)
                 status = 200
             except OctavoError as error:
+                if error.reason == "FORWARDING_KEY_REFUSED":
+                    self._job.observation.own_key_refused(error.message)
                 status = await self._fail(failure_of(error, self._job.renamed), send)
             except GatewayError as error:
                 status = await self._fail(error.failure, send)

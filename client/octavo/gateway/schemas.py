@@ -8,23 +8,35 @@ a parameter out, for every one that may be left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from octavo.gateway.errors import CONFLICT, UNSUPPORTED
-from octavo.sampling import MAX_LOGPROBS, MAX_N, MAX_SEED, MAX_STOP_STRINGS
+from octavo.gateway.errors import CONFLICT, MAX_FAULTS, UNKNOWN, UNSUPPORTED
+from octavo.sampling import (
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 MAX_PROMPTS: Final = 256
 MAX_MESSAGES: Final = 4096
+MAX_PARTS: Final = 4096
+MAX_TOOLS: Final = 1024
 DEFAULT_COMPLETION_TOKENS: Final = 16
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
-StopStrings = str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
+# The first wrong item of a list speaks for all: to tell of a million takes more than to serve thousands.
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+StopStrings = str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 _NOTHING: Final = (None,)
 _FALSE: Final = (None, False)
@@ -40,6 +52,7 @@ class Strict(BaseModel):
     """Unsupported parameter -> values that ask for nothing."""
     _optional: ClassVar[frozenset[str]] = frozenset()
     """Parameters that may be left out."""
+    _names: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -50,6 +63,11 @@ class Strict(BaseModel):
         asked = sorted(name for name in known if not _is_one_of(data[name], cls.neutral[name]))
         if asked:
             raise PydanticCustomError(UNSUPPORTED, "is not supported", {"names": asked})
+        unknown = data.keys() - cls._names - known
+        if len(unknown) > MAX_FAULTS:
+            raise PydanticCustomError(
+                UNKNOWN, "unknown parameter", {"names": sorted(islice(unknown, MAX_FAULTS))}
+            )
         return {
             name: value
             for name, value in data.items()
@@ -59,13 +77,32 @@ class Strict(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
-        fields = cls.model_fields.items()
-        cls._optional = frozenset(field.alias or name for name, field in fields if not field.is_required())
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        cls._names = frozenset(fields)
+        cls._optional = frozenset(name for name, field in fields.items() if not field.is_required())
 
 
 def _conflict(name: str, problem: str) -> PydanticCustomError:
     """Return the error of a parameter that does not go with another."""
     return PydanticCustomError(CONFLICT, "{problem}", {"problem": problem, "names": [name]})
+
+
+def _first_fault(data: object) -> object:
+    """Return biases, or only the first that is wrong: it speaks for all."""
+    if isinstance(data, dict):
+        for token, bias in data.items():
+            if type(bias) not in (int, float) or not -100 <= bias <= 100 or not token.isdecimal():
+                return {token: bias}
+    return data
+
+
+def _bounded_parts(data: object) -> object:
+    """Refuse a part with many unknown names before each of them is complained about."""
+    if isinstance(data, list):
+        for number, part in enumerate(data):
+            if isinstance(part, dict) and len(part) > MAX_FAULTS:
+                return [*data[:number], {name: part[name] for name in islice(part, MAX_FAULTS)}]
+    return data
 
 
 def _is_one_of(value: object, values: tuple[Any, ...]) -> bool:
@@ -86,7 +123,7 @@ class JsonSchema(Strict):
 
     name: str | None = ""
     description: str | None = None
-    schema_: dict[str, JsonValue] = Field(alias="schema")
+    schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = Field(None, description="the output always follows the schema")
 
 
@@ -113,9 +150,9 @@ class StructuredOutputs(Strict):
         "disable_additional_properties": _FALSE,
     }
 
-    json_: dict[str, JsonValue] | str | None = Field(None, alias="json")
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -140,11 +177,14 @@ class GenerationRequest(Strict):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
     logit_bias: (
-        dict[Annotated[int, Field(ge=0, lt=2**32)], Annotated[float, Field(ge=-100, le=100)]] | None
+        Annotated[dict[TokenId, Bias], Field(max_length=MAX_LOGIT_BIASES), BeforeValidator(_first_fault)]
+        | None
     ) = None
     n: int | None = Field(1, ge=1, le=MAX_N)
     stop: StopStrings | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = (
+        None
+    )
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -209,8 +249,8 @@ class CompletionRequest(GenerationRequest):
     prompt: (
         str
         | Tokens
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     ) = Field(description="text or token ids; a list of either makes n choices for each")
     max_tokens: TokenCount | None = Field(DEFAULT_COMPLETION_TOKENS)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -223,8 +263,10 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-class ContentPart(Strict):
-    """Part of a message."""
+class ContentPart(BaseModel):
+    """Part of a message. There may be thousands, so nothing is asked of each in Python."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["text"] = Field(description="only text")
     text: str
@@ -243,9 +285,15 @@ class Message(Strict):
     }
 
     role: str = Field(max_length=64, description="system, user, assistant, tool, or one of the model's own")
-    content: str | list[ContentPart] | None = Field(None, description="parts are joined by line breaks")
+    content: (
+        str
+        | Annotated[
+            list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), BeforeValidator(_bounded_parts)
+        ]
+        | None
+    ) = Field(None, description="parts are joined by line breaks")
     name: str | None = Field(None, max_length=256)
-    tool_calls: list[dict[str, JsonValue]] | None = None
+    tool_calls: Objects | None = None
     tool_call_id: str | None = Field(None, max_length=256)
 
     @model_validator(mode="after")
@@ -262,7 +310,7 @@ class Message(Strict):
         return self.content or ""
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatRequest(GenerationRequest):
@@ -296,11 +344,11 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: TokenCount | None = Field(None, description="by default what the context leaves")
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[list[dict[str, JsonValue]], Field(max_length=1024)] | None = Field(
+    tools: Objects | None = Field(
         None, description="given to the model's template; calls in the output are not parsed"
     )
     tool_choice: Literal["none"] | None = Field(None, description="must be none when there are tools")
-    chat_template_kwargs: dict[str, JsonValue] | None = Field(None, description="variables for the template")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the template")
     add_generation_prompt: bool | None = None
 
     @model_validator(mode="after")
@@ -330,8 +378,8 @@ class TokenizeRequest(Strict):
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(None, description="by default true for a prompt")
     return_token_strs: bool | None = False
-    tools: list[dict[str, JsonValue]] | None = None
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    tools: Objects | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
 
     @model_validator(mode="after")
@@ -349,4 +397,4 @@ class DetokenizeRequest(Strict):
     """Body of /detokenize."""
 
     model: str | None = Field(None, max_length=1024)
-    tokens: list[TokenId]
+    tokens: list[TokenId] = Field(fail_fast=True)

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 
 from octavo._sdk.channel import check_api_key
 from octavo.errors import InvalidRequestError
-from octavo.gateway.errors import CHALLENGE, Failure, GatewayError, invalid
+from octavo.gateway.errors import CHALLENGE, Failure, GatewayError, invalid, short
 from octavo.gateway.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -155,13 +155,14 @@ def terms(headers: Mapping[str, str]) -> dict[str, Any]:
             continue
         if name == "x-octavo-priority":
             if value.lower() not in PRIORITIES:
-                raise invalid(name, f"{name}: must be one of {', '.join(PRIORITIES)}, got {value!r}")
+                raise invalid(name, f"{name}: must be one of {', '.join(PRIORITIES)}, got {short(value)!r}")
             found["priority"] = value.lower()
         elif name == "x-octavo-degrade":
             policies = [part.strip().lower() for part in value.split(",")]
             if any(policy not in DEGRADE_POLICIES for policy in policies):
                 raise invalid(
-                    name, f"{name}: must be {' and '.join(DEGRADE_POLICIES)}, or one of them, got {value!r}"
+                    name,
+                    f"{name}: must be {' and '.join(DEGRADE_POLICIES)}, or one of them, got {short(value)!r}",
                 )
             found.update(dict.fromkeys(policies, True))
         elif name in _MILLISECONDS:
@@ -169,13 +170,15 @@ def terms(headers: Mapping[str, str]) -> dict[str, Any]:
         elif name in _COUNTS:
             found[_COUNTS[name]] = _count(name, value)
         else:
-            raise invalid(name, f"{name}: unknown header; there is {', '.join(HEADERS)}", "unknown_header")
+            raise invalid(
+                short(name), f"{short(name)}: unknown header; there is {', '.join(HEADERS)}", "unknown_header"
+            )
     return found
 
 
 def _count(name: str, value: str) -> int:
     if not (value.isascii() and value.isdigit()) or len(value) > 10 or int(value) > _MAX_UINT32:
-        raise invalid(name, f"{name}: must be a whole number from 0 to {_MAX_UINT32}, got {value[:32]!r}")
+        raise invalid(name, f"{name}: must be a whole number from 0 to {_MAX_UINT32}, got {short(value)!r}")
     return int(value)
 
 
@@ -205,16 +208,23 @@ def _structured(request: GenerationRequest) -> StructuredOutput | None:
         return None
     if wanted.json_schema is None:
         return StructuredOutput(json_object=True)
-    return StructuredOutput(json_schema=json.dumps(wanted.json_schema.schema_))
+    return StructuredOutput(json_schema=_schema("response_format", wanted.json_schema.schema_))
 
 
 def _of_structured_outputs(given: StructuredOutputs) -> StructuredOutput:
     if given.json_ is not None:
-        schema = given.json_ if isinstance(given.json_, str) else json.dumps(given.json_)
+        schema = given.json_ if isinstance(given.json_, str) else _schema("structured_outputs", given.json_)
         return StructuredOutput(json_schema=schema)
     if given.choice is not None:
         return StructuredOutput(choice=tuple(given.choice))
     return StructuredOutput(regex=given.regex, grammar=given.grammar, json_object=given.json_object or None)
+
+
+def _schema(param: str, schema: dict[str, Any]) -> str:
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except ValueError:
+        raise invalid(param, f"{param}: a number in the schema is not finite") from None
 
 
 def renamed(request: GenerationRequest) -> Mapping[str, str]:

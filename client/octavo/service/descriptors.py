@@ -29,3 +29,13 @@ def raise_limit() -> None:
         _log.warning("descriptor_limit_kept", limit=soft, hard_limit=hard, problem=str(error))
         return
     _log.info("descriptor_limit_raised", limit=hard, former_limit=soft)
+
+
+def descriptor_limit() -> int | None:
+    """Return how many descriptors this process may have open, None without a limit."""
+    if sys.platform == "win32":
+        return None
+    import resource  # noqa: PLC0415 - not on Windows
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft

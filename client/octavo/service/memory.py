@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -42,16 +41,23 @@ def number_in(path: Path) -> int | None:
 
 
 def rss_bytes() -> int:
-    """Return the resident memory of this process; where only its peak is known, that."""
+    """Return the resident memory of this process; where only its peak is known, that; 0 where nothing is."""
     try:
-        return int(_STATM.read_text().split()[1]) * resource.getpagesize()
+        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        pass
+    if sys.platform == "win32":
+        return 0
+    import resource  # noqa: PLC0415 - not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def default_ceiling_bytes() -> int:
     """Return `DEFAULT_SHARE` of the container's limit, or of the machine's memory where that is less."""
+    if sys.platform == "win32":
+        return sys.maxsize
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(DEFAULT_SHARE * min(machine, limit_bytes() or machine))
 

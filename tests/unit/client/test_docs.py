@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 from octavo import errors
 from octavo.cli.main import ADDED, COMMANDS
+from octavo.gateway.errors import failure_of
 from octavo.v1 import operations_pb2
 
 from scheduler_svc.errors import CODES
 
 ROOT = Path(__file__).parents[3]
+OURS = {"InternalError", "UnavailableError", "ClientClosedError"}
+"""What a fault of the service is raised as."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -29,19 +33,58 @@ def test_every_command_is_in_the_table_of_commands() -> None:
     assert [name for name in COMMANDS | ADDED if f"| `octavo {name}` |" not in page] == []
 
 
-def test_every_reason_of_the_scheduler_and_the_sdk_is_explained_with_its_code_and_class() -> None:
-    page = (ROOT / "docs/errors.md").read_text()
-    rows = re.findall(r"^\| `([A-Z_]+)` \| (?:`([A-Z_]+)`)? ?\| `(\w+)`", page, re.MULTILINE)
-    explained = {reason: (code, kind) for reason, code, kind in rows}
+def reasons_of_the_sdk() -> set[str]:
+    """Reasons in the SDK's code: of records that it makes, and of classes that it raises without one."""
+    found = set()
+    for path in (ROOT / "client/octavo/_sdk").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            kind = getattr(errors, name, None)
+            given = [word.value for word in node.keywords if word.arg == "reason"]
+            if name == "ErrorInfo":
+                given += node.args[:1]
+            elif isinstance(kind, type) and issubclass(kind, errors.OctavoError) and len(node.args) == 1:
+                found.add(kind.default_reason)
+            found |= {one.value for one in given if isinstance(one, ast.Constant)}
+    return found
 
-    for reason, code in CODES.items():
-        raised = type(errors.error_of(errors.ErrorInfo(str(reason), "", code.value[0])))
-        assert explained[str(reason)] == (code.name, raised.__name__)
-    for kind in vars(errors).values():
-        if isinstance(kind, type) and issubclass(
-            kind, errors.ClientClosedError | errors.DeadlineExceededError
-        ):
-            assert kind.default_reason in explained
+
+def test_every_reason_is_explained_with_its_code_its_class_its_status_and_whether_to_try_again() -> None:
+    page = (ROOT / "docs/errors.md").read_text()
+    row = r"^\| `([A-Z_]+)` \| (?:`([A-Z_]+)`)? ?\| `(\w+)` \| (\d+) \| (\w+) \| \w"
+    explained = {reason: rest for reason, *rest in re.findall(row, page, re.MULTILINE)}
+    from_sdk = reasons_of_the_sdk()
+    assert {"FORWARDING_KEY_REFUSED", "MESSAGE_TOO_LARGE", "CLIENT_CLOSED", "DEADLINE_EXCEEDED"} <= from_sdk
+
+    assert {*map(str, CODES), *from_sdk, "UNREACHABLE"} == set(explained)
+    for reason, (code, kind, status, again) in explained.items():
+        info = errors.ErrorInfo(reason, "", CODES[reason].value[0] if reason in CODES else 2)
+        error = errors.error_of(info) if reason in CODES else getattr(errors, kind)("", info)
+        failure = failure_of(error)
+        assert code in ("", CODES[reason].name if reason in CODES else reason)
+        assert type(error).__name__ == kind
+        assert (str(failure.status), {True: "yes", False: "no", None: "perhaps"}[failure.retry]) == (
+            status,
+            again,
+        ), reason
+        # Faults of the service are the only ones that a client may call the service's.
+        assert (failure.status >= 500) == (kind in OURS or reason in ("CANCELLED", "SLOW_CONSUMER")), reason
+
+
+def test_every_code_of_the_gateways_own_is_explained_with_its_status() -> None:
+    page = (ROOT / "docs/gateway.md").read_text()
+    made = set()
+    for path in (ROOT / "client/octavo/gateway").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Failure", "busy"):
+                status, _, code = (getattr(one, "value", None) for one in node.args[:3])
+                if isinstance(status, int) and isinstance(code, str):
+                    made.add((str(status), code))
+    assert ("431", "headers_too_large") in made
+
+    assert [one for one in made if f"| `{one[1]}` | {one[0]} |" not in page] == []
 
 
 def test_index_names_every_page() -> None:
