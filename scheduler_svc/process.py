@@ -280,10 +280,14 @@ class SchedulerProcess:
         await self.fleet.leave()
 
     async def _hand_over(self) -> NoReturn:
-        """Give what still runs to a scheduler that stands by, as soon as there is one."""
+        """Give what still runs to a scheduler that stands by, as soon as there is one.
+
+        One that has not been heard of since the drain began may be on its way out, too.
+        """
+        began = self.driver.clock()
         await asyncio.sleep(self._settings.process.drain_hand_over_s)
         while True:
-            if (standby := self.pair.standby()) is not None:
+            if (standby := self.pair.standby(self.driver.clock() - began)) is not None:
                 error = ServiceError("DRAINING", "the scheduler is draining", retry_after_s=0.0)
                 self.driver.move_all(error.elsewhere(standby.endpoint))
             await asyncio.sleep(_HAND_OVER_EVERY_S)

@@ -52,8 +52,8 @@ class Pair:
         """A worker says that a scheduler would take it at once."""
         self._standby = self._clock(), peer
 
-    def standby(self) -> Peer | None:
-        """Return the scheduler that would take the workers now, if there is one."""
-        if self._standby is None or self._clock() > self._standby[0] + _STANDBY_FOR_S:
+    def standby(self, within_s: float = _STANDBY_FOR_S) -> Peer | None:
+        """Return the scheduler that would take the workers now, if one was heard of that lately."""
+        if self._standby is None or self._clock() > self._standby[0] + within_s:
             return None
         return self._standby[1]

@@ -124,7 +124,7 @@ async def test_half_open_stream_is_found_and_makes_room_for_another(
     monkeypatch.setattr(worker.sessions, "close", noted)
     proxy = FreezingProxy(worker.address)
     async with proxy.listening() as address:
-        silent = Worker(address, worker.gate, worker.sessions, worker.loop)
+        silent = Worker(address, worker.gate, worker.sessions, worker.loop, worker.clock)
         async with silent.attach() as scheduler:
             await scheduler.run(admit=[admit(1)], prefill_handles=[1], prefill_tokens=[512])
             proxy.freeze()

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Final
 
 import structlog
+from octavo.service import logs
 
 log = structlog.get_logger(__name__)
 
@@ -139,6 +140,8 @@ class Watchdog:
         log.critical("step_stuck", reason="STEP_STUCK", seconds=round(seen_s, 1), allowed_s=allowed_s)
         with contextlib.suppress(Exception):
             self._on_stuck()
+        # What follows goes past the log's writer.
+        logs.flush(_LAST_WORDS_S)
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=_STDERR, all_threads=True)
         self._stop.wait(_LAST_WORDS_S)
