@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from octavo._sdk.channel import DEFAULT_ENDPOINT, parse_endpoints
 from octavo.errors import InvalidRequestError
-from octavo.service.settings import ProcessSection, Seconds, Section, ServerSection, ServiceSettings
+from octavo.service.settings import Count, ProcessSection, Seconds, Section, ServerSection, ServiceSettings
 
 # Below the 16 MiB of a gRPC message: a body is text, and the message around it needs room.
 _MAX_BODY: Final = 15 << 20
@@ -30,7 +30,7 @@ class GatewayServerSection(ServerSection):
         16_384,
         description="most connections; one address has half of them, and few descriptors leave fewer",
     )
-    max_rss_bytes: Annotated[int, Field(ge=1 << 20)] | None = Field(
+    max_rss_bytes: Count | None = Field(
         None,
         description="resident memory at which new requests are refused "
         "(default: 80 % of what the machine, or the container, has)",

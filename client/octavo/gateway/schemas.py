@@ -91,7 +91,7 @@ def _first_fault(data: object) -> object:
     """Return biases, or only the first that is wrong: it speaks for all."""
     if isinstance(data, dict):
         for token, bias in data.items():
-            if type(bias) not in (int, float) or not -100 <= bias <= 100 or not token.isdecimal():
+            if type(bias) not in (int, float) or not -100 <= bias <= 100 or not str(token).isdecimal():
                 return {token: bias}
     return data
 
