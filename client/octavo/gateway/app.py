@@ -24,12 +24,13 @@ from octavo.gateway import translate
 from octavo.gateway.bodies import Bodies
 from octavo.gateway.config import GatewaySettings
 from octavo.gateway.documents import ERRORS, answers
-from octavo.gateway.errors import Failure, GatewayError, failure_of, failure_of_validation, short
+from octavo.gateway.errors import Failure, GatewayError, failure_of, failure_of_validation
 from octavo.gateway.key_check import KeyCheck
 from octavo.gateway.metrics import Metrics, Observation
 from octavo.gateway.responses import EventResponse, Job, JobResponse, WholeResponse
 from octavo.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from octavo.gateway.writers import ChatWriter, CompletionWriter, Head
+from octavo.protocol.bounds import short
 from octavo.service.loop_lag import LoopLag
 from octavo.service.memory import MemoryCeiling
 from octavo.types import ChatMessage, ChatOptions, GenerateOptions, GenerateResult, ModelInfo, Prompt

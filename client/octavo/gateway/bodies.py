@@ -12,11 +12,12 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.gateway.config import GatewayServerSection
-from octavo.gateway.errors import Failure, GatewayError, busy, send_failure, short
+from octavo.gateway.errors import Failure, GatewayError, busy, send_failure
 from octavo.gateway.json_bounds import JsonScale, TooDeep, TooHeavy
 from octavo.gateway.key_check import KeyCheck
 from octavo.gateway.metrics import Metrics
 from octavo.gateway.translate import bearer_key
+from octavo.protocol.bounds import short
 from octavo.service.memory import MemoryCeiling
 
 MOST_DISCARDED: Final = 64 << 20

@@ -20,6 +20,7 @@ from octavo.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from octavo.protocol.bounds import short
 
 # The first class that fits decides.
 _STATUS: Final[tuple[tuple[type[OctavoError], int], ...]] = (
@@ -77,7 +78,6 @@ _VALIDATION_CODES: Final = {
 MAX_FAULTS: Final = 8
 """That are named; the others are found when those are mended."""
 _MAX_MESSAGE: Final = 1000
-_MAX_NAME: Final = 100
 # What pydantic calls the members of unions.
 _MEMBERS: Final = frozenset({"str", "int", "float", "list"})
 # Where the parts of a request came from, by their path in the proto.
@@ -150,11 +150,6 @@ async def send_failure(send: Send, failure: Failure) -> None:
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs.items()]
     await send({"type": "http.response.start", "status": failure.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
-
-
-def short(text: str, limit: int = _MAX_NAME) -> str:
-    """Return the beginning of what a client wrote: who wrote more knows the rest."""
-    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 class GatewayError(Exception):

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 
 from octavo._sdk.channel import check_api_key
 from octavo.errors import InvalidRequestError
-from octavo.gateway.errors import CHALLENGE, Failure, GatewayError, invalid, short
+from octavo.gateway.errors import CHALLENGE, Failure, GatewayError, invalid
 from octavo.gateway.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -17,6 +17,7 @@ from octavo.gateway.schemas import (
     Message,
     StructuredOutputs,
 )
+from octavo.protocol.bounds import short
 from octavo.sampling import SamplingParams, StructuredOutput
 from octavo.types import ChatMessage, ChatOptions, GenerateOptions, Prompt, TemplateOptions
 

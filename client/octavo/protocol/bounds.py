@@ -101,6 +101,6 @@ BOUNDS: Final[Mapping[str, FieldBound]] = MappingProxyType(
 """By the field's name in octavo.v1. What is not here is one number, one flag or one message."""
 
 
-def shown(value: str) -> str:
-    """Return what a client sent as an error repeats it: quoted, and cut to 100 characters."""
-    return repr(value) if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]!r}…"
+def short(text: str, limit: int = MAX_SHOWN) -> str:
+    """Return the beginning of what a client wrote, as an error repeats it: who wrote more knows the rest."""
+    return text if len(text) <= limit else f"{text[:limit]}…"
