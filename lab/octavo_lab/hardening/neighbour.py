@@ -109,14 +109,15 @@ class _NoRoom(Exception):
 
 
 def _over_grpc(address: str) -> Iterator[str]:
-    """Yield nothing when the request has been accepted, then each piece of text."""
+    """Yield nothing when the request has been accepted, then the token ids of each delta."""
     sampling = common_pb2.SamplingParams(max_tokens=_TOKENS, seed=11, ignore_eos=True)
     request = pb.GenerateRequest(text=_PROMPT, sampling=sampling, return_token_ids=True)
     with grpc.insecure_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         try:
             for event in stub.Generate(request, timeout=_TIMEOUT_S):
-                yield "" if event.HasField("accepted") else f"{event.delta}{event.finished.reason}"
+                # Tokens of two steps may come in one delta.
+                yield "".join(f"{token} " for token in event.delta.token_ids)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise _NoRoom from None
