@@ -90,7 +90,7 @@ async def locked(tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, int]]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-@pytest.mark.parametrize("key", [None, "sk-something", new_key()])
+@pytest.mark.parametrize("key", [None, "sk-something", new_key()], ids=["none", "not ours", "unknown"])
 async def test_without_a_good_key_the_answer_comes_before_the_body(
     locked: tuple[httpx.AsyncClient, int], path: str, key: str | None
 ) -> None:
