@@ -203,6 +203,25 @@ async def test_stream_that_begins_wrongly_is_refused(
         assert (await scheduler.refusal())[1] == reason
 
 
+@pytest.mark.parametrize("method", ["Attach", "Describe", "InjectFaults", "Audit"])
+async def test_what_is_no_message_or_too_large_is_refused_and_not_parsed(worker: Worker, method: str) -> None:
+    large = pb.SchedulerMessage(hello=pb.Hello(scheduler_id="s" * 100_000)).SerializeToString()
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        path = f"/octavo.v1.Worker/{method}"
+        for raw in (b"\xff\xff", large):
+            call = (
+                channel.stream_stream(path)(iter([raw]))
+                if method == "Attach"
+                else channel.unary_unary(path)(raw)
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await (call.read() if method == "Attach" else call)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    async with worker.attach() as scheduler:
+        await scheduler.plan()
+        assert (await scheduler.report()).status == pb.STEP_STATUS_OK
+
+
 @pytest.mark.parametrize(
     ("bad", "detail"),
     [

@@ -37,8 +37,7 @@ def test_worst_bodies_are_refused_and_a_neighbour_streams_on(stack: Stack, door:
     siege.run((door,))
 
     assert len(siege.effects) > 500 // stride
-    # What a worker's port cannot parse is not told apart there yet.
-    blamed = [str(one) for one in siege.effects if one.is_blamed_on_us and one.answer != "UNKNOWN"]
+    blamed = [str(one) for one in siege.effects if one.is_blamed_on_us]
     assert blamed == []
     assert siege.harmed == 0
 

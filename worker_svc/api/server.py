@@ -18,6 +18,7 @@ from octavo.service.status import Context, abort
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 
 from worker_svc.api.convert import fault_from_proto
+from worker_svc.api.messages import MAX_HELLO_BYTES, UnparsedMessages, scheduler_message
 from worker_svc.api.session import HELLO_TIMEOUT_S, SchedulerSession, Sessions
 from worker_svc.api.status import Refusal, malformed
 from worker_svc.engine.faults import Faults
@@ -140,10 +141,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 async def _read_hello(context: Context) -> worker_pb2.Hello:
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            message = await context.read()
+            raw = await context.read()
     except TimeoutError:
         raise Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "NO_HELLO", "no Hello came") from None
-    if not isinstance(message, worker_pb2.SchedulerMessage) or message.WhichOneof("message") != "hello":
+    message = scheduler_message(raw, MAX_HELLO_BYTES) if isinstance(raw, bytes) else None
+    if message is None or message.WhichOneof("message") != "hello":
         raise Refusal(
             grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the first message must be Hello"
         )
@@ -154,7 +156,8 @@ class WorkerServer:
     """The port."""
 
     def __init__(self, service: WorkerService) -> None:
-        self._port = GrpcPort((SERVICE,), options=SERVER_OPTIONS)
+        interceptors = (UnparsedMessages(SERVICE),)
+        self._port = GrpcPort((SERVICE,), options=SERVER_OPTIONS, interceptors=interceptors)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._port.server)
 
     async def start(self, host: str, port: int) -> int:

@@ -34,6 +34,7 @@ from octavo.protocol.steps import (
 )
 from octavo.v1 import worker_pb2
 
+from worker_svc.api.messages import scheduler_message
 from worker_svc.api.reservation import Reservation
 from worker_svc.api.status import Refusal, malformed
 from worker_svc.engine.audit import Audit, audit
@@ -48,7 +49,7 @@ HELLO_TIMEOUT_S: Final = 10.0
 MAX_ENDPOINT: Final = 256
 _STANDBY_SAID_EVERY_S: Final = 1.0
 
-Stream = grpc.aio.ServicerContext[worker_pb2.SchedulerMessage, worker_pb2.WorkerMessage]
+Stream = grpc.aio.ServicerContext[bytes, worker_pb2.WorkerMessage]
 log = structlog.get_logger(__name__)
 
 
@@ -193,9 +194,10 @@ class SchedulerSession:
 
     async def _read(self, stream: Stream) -> None:
         while True:
-            message = await stream.read()
-            if self._closed or not isinstance(message, worker_pb2.SchedulerMessage):  # or end of stream
+            raw = await stream.read()
+            if self._closed or not isinstance(raw, bytes):  # or end of stream
                 return
+            message = scheduler_message(raw)
             kind = message.WhichOneof("message")
             try:
                 if kind == "plan":

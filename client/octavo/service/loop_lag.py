@@ -8,17 +8,17 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram
 
-_INTERVAL_S: Final = 0.02
+_INTERVAL_S: Final = 0.1
 _BUCKETS: Final = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class LoopLag:
-    """Wakes up every 20 ms and observes how much later than that it was."""
+    """Wakes up every 100 ms and observes how much later than that it was."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._lag = Histogram(
             "octavo_event_loop_lag_seconds",
-            "How late the event loop came to a timer that fires every 20 ms.",
+            "How late the event loop came to a timer that fires every 100 ms.",
             buckets=_BUCKETS,
             registry=registry,
         )
