@@ -127,8 +127,9 @@ async def test_wait_for_a_worker_that_is_gone_for_good_is_told_and_ends(fields: 
         await until(lambda: state_of(stack) == ["lost"])
         waiting = Asked(stack, **fields)
         await until(lambda: waiting.output.accepted is not None)
+        stack.let_time_pass(2)
         for asked in (running, waiting):
-            await until(lambda asked=asked: asked.progress or stack.let_time_pass(0.5))
+            await until(lambda asked=asked: asked.progress)
             assert asked.progress[0].reason == pb.WAIT_REASON_NO_WORKER
             assert asked.progress[0].waited_ms + asked.progress[0].left_ms == 10_000
         stack.let_time_pass(10)
