@@ -98,6 +98,8 @@ class ContinuousPlanner:
 
     def _prefill(self, builder: PlanBuilder, waiting: list[Sequence]) -> None:
         """Go on with the prefills that run, and keep their share for the first of those that wait."""
+        if not waiting and not builder.worker.prefilling:
+            return
         builder.budget = min(builder.budget, self._prefill_cap(builder))
         running = self._running(builder)
         if self._config.chunked_prefill:
