@@ -144,7 +144,9 @@ class SchedulerCore:
         worker = self._workers.get(worker_id)
         if worker is not None:
             out.append(LogEvent("worker_draining", {"worker_id": worker_id, "running": worker.num_seqs}))
-            self._models[worker.info.model].pool.stop_using(worker, now)
+            model = self._models[worker.info.model]
+            model.pool.stop_using(worker, now)
+            model.admission.fewer_workers()
             self._place_waiting(now, out)
         return out
 
@@ -161,7 +163,6 @@ class SchedulerCore:
         except ProtocolViolationError as violation:
             self._detach(worker, str(violation), now, out, died=False)
         else:
-            model.admission.progressed(now)
             model.pool.update_load(worker)
             self._watch(worker, now)
             self._plan_ahead(worker, now, out)
@@ -324,8 +325,9 @@ class SchedulerCore:
                 self._wake(worker, due)
                 break
             builder = bisection.plan_trial(worker) or model.planner.plan(worker, now)
-            started = len(builder.admitted) if builder is not None else 0
-            model.admission.forecast.drain.planned(started, pool.queue.num_servable, now)
+            if not worker.draining:
+                started = len(builder.admitted) if builder is not None else 0
+                model.admission.forecast.drain.planned(started, pool.queue.num_servable, now)
             if worker.deferred:
                 pool.end_deferrals(worker, now, all_of_them=builder is None)
             if builder is None:
@@ -382,10 +384,12 @@ class SchedulerCore:
 
         Returns those that are suspected of its death.
         """
-        pool = self._models[worker.info.model].pool
+        model = self._models[worker.info.model]
+        pool = model.pool
         blamed = blame(worker, pool.losses, len(pool.workers), now) if died else []
         del self._workers[worker.worker_id]
         pool.remove(worker, now)
+        model.admission.fewer_workers()
         self._watchdogs.disarm(worker.worker_id)
         sequences = list(worker.sequences.values())
         fields = {"worker_id": worker.worker_id, "reason": reason, "running": len(sequences)}
