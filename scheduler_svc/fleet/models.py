@@ -20,6 +20,8 @@ from scheduler_svc.text.tokenization import TextSpec, special_tokens
 from scheduler_svc.text.tokenizer_pool import TokenizerPool
 
 TOKENIZER_FILE: Final = "tokenizer.json"
+_SOON_S: Final = 0.5
+"""When to ask again while workers that were never here may yet come."""
 
 
 class IncompatibleWorker(Exception):
@@ -116,7 +118,9 @@ class ModelRegistry:
             ServiceError: there is none, or the request has to choose.
         """
         if not self._models:
-            raise ServiceError("NO_WORKER", "no worker has connected yet", retry_after_s=1.0)
+            # While some may yet come it is worth to ask again; later nobody knows of any.
+            retry_after_s = None if self.fleet_is_tried() else _SOON_S
+            raise ServiceError("NO_WORKER", "no worker has connected yet", retry_after_s=retry_after_s)
         if name:
             named = self._models.get(name) or next((model for model in self if name in model.aliases), None)
             if named is not None:
@@ -127,7 +131,7 @@ class ModelRegistry:
                 return ModelTarget(max(owners, key=lambda owner: owner.claims_adapter(name)), name)
             if not self.fleet_is_tried():
                 raise ServiceError(
-                    "NO_WORKER", f"no worker with model {name!r} has connected yet", retry_after_s=1.0
+                    "NO_WORKER", f"no worker with model {name!r} has connected yet", retry_after_s=_SOON_S
                 )
         known = ", ".join(sorted(name for model in self for name in (*model.names, *model.adapters)))
         if name:

@@ -83,7 +83,6 @@ class Call:
         "_outputs",
         "_request",
         "accepted",
-        "attempts",
         "done",
         "ends_to_come",
         "error",
@@ -98,8 +97,6 @@ class Call:
     ) -> None:
         self.request_id = request.request_id
         self.accepted: Accepted | None = None
-        self.attempts = 0
-        """Times that it was sent."""
         self.ends_to_come = 0
         """Choices of which the server that has it will still tell the end."""
         self.done = False
@@ -147,7 +144,6 @@ class Call:
 
     def to_send(self, now: float) -> pb.GenerateRequest:
         """Return the request, or what is left of it after the output so far and the time gone by."""
-        self.attempts += 1
         self.ends_to_come = len(self._outputs)
         request = self._request
         if self.accepted is None and not self._bounds:

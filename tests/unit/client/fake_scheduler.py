@@ -195,6 +195,8 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         """What each session carried as its authorization."""
         self.refusing = ""
         self.refusing_resumed = ""
+        self.retry_delay_ms: int | None = 1500
+        """When those that are refused are to come back."""
         self.serving: bool | None = None
         """What it says of its health; None is not to know the question."""
         self.answering_cancels = True
@@ -323,7 +325,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
                 code=int(rest[1]),
                 reason=rest[0],
                 message=f"refused: {rest[0]}",
-                retry_delay_ms=1500,
+                retry_delay_ms=self.retry_delay_ms,
                 violations=[common_pb2.FieldViolation(field="text", description="is bad")],
                 metadata={"limit": "7"},
             )

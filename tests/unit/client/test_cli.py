@@ -102,7 +102,7 @@ def test_chat_conversation_keeps_its_turns_until_reset(
 def test_chat_piped_in_ends_with_the_code_of_the_turn_that_failed(
     threaded: ThreadedScheduler, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    threaded.fake.refusing = "NO_WORKER"
+    threaded.fake.refusing, threaded.fake.retry_delay_ms = "NO_WORKER", None
     monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
 
     assert octavo(threaded, "chat") == 3
@@ -146,7 +146,7 @@ def test_status_json_and_watch_print_each_status(threaded: ThreadedScheduler, ca
     ("prompt", "code", "said"),
     [
         ("refuse INVALID_REQUEST 3", 2, "refused: INVALID_REQUEST"),
-        ("refuse NO_WORKER 14", 3, "refused: NO_WORKER"),
+        ("refuse UNAVAILABLE 14", 3, "refused: UNAVAILABLE"),
         ("refuse QUEUE_FULL 8", 4, "try again in 1.5 s"),
         ("refuse QUEUE_TIMEOUT 4", 5, "QUEUE_TIMEOUT"),
         ("refuse POISON 10", 1, "[POISON]"),
