@@ -100,7 +100,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run until interrupted, or until a process dies again and again; return the exit code."""
+    """Run until interrupted; return the exit code."""
     if arguments.workers < 1:
         output.fail("--workers must be at least 1")
         return 2
@@ -139,7 +139,7 @@ def _serve(stack: Stack, ready_timeout_s: float) -> NoReturn:
     """Start everything, and keep it running until a signal comes.
 
     Raises:
-        StackError: it cannot start, or a process dies again and again.
+        StackError: it cannot start.
     """
     stack.start()
     output.note(f"starting, logs are in {stack.folder}")
