@@ -75,6 +75,4 @@ class Supervisor:
         self._due[child.name] = now + delay_s
         self._say(f"{child.account()}; starting it again in {delay_s:g} s")
         if deaths % SHOWN_EVERY == 0:
-            self._say(
-                f"{child.name} died {deaths} times in a row, soon after its start:\n{child.last_lines()}"
-            )
+            self._say(f"{child.name} died {deaths} times in a row; the end of its log:\n{child.last_lines()}")
