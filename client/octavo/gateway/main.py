@@ -24,6 +24,7 @@ from octavo.gateway.config import GatewaySettings
 from octavo.gateway.connections import RESERVED, Connections, Protocol, Timeouts
 from octavo.protocol.proxy import proxy_of
 from octavo.service.descriptors import descriptor_limit, raise_limit
+from octavo.service.memory import return_what_is_freed
 from octavo.service.settings import ServerSection
 
 _log = structlog.get_logger()
@@ -55,6 +56,7 @@ def run(settings: GatewaySettings) -> int:
     """Serve until told to stop; return the exit code."""
     settings.start_logging()
     raise_limit()
+    return_what_is_freed()
     sys.set_int_max_str_digits(_MAX_DIGITS)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped library
     # Its access log would be a second line for each request; its errors are ours to tell.
