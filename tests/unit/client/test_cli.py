@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 
 import grpc
 import pytest
@@ -251,6 +253,42 @@ def test_health_asks_the_endpoint_of_the_environment_and_no_proxy(
 
     assert main(["health", "--timeout", "30"]) == code
     server.stop(None)
+
+
+@pytest.mark.parametrize(("answer", "code"), [(b"\x08\x01", 0), (b"\x08\x02", 0), (None, 3)])
+def test_health_alive_is_content_with_any_answer(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes | None, code: int
+) -> None:
+    server, port = _health_server(answer or b"")
+    if answer is None:
+        server.stop(None).wait()
+
+    assert main(["health", "--alive", "--timeout", "30", f"127.0.0.1:{port}"]) == code
+    server.stop(None)
+
+
+class _GatewayHealth(http.server.BaseHTTPRequestHandler):
+    """Answers 200 to /ok/health and 503 to everything else."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/ok/health" else 503)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        del format, args
+
+
+def test_health_of_a_url_asks_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with http.server.HTTPServer(("127.0.0.1", 0), _GatewayHealth) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+
+        assert main(["health", f"{url}/ok"]) == 0
+        assert main(["health", url]) == 3
+        assert main(["health", url, "--alive"]) == 0
+        server.shutdown()
+    assert main(["health", url, "--alive"]) == 3
 
 
 def test_health_address_without_a_port_means_the_port_of_the_scheduler(
