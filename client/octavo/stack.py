@@ -294,7 +294,7 @@ class Stack:
                         on_progress(what, share)
                 time.sleep(_POLL_S)
             for child in (self.standby, self.gateway):
-                while child is not None and not _listens(child.address):
+                while child is not None and not listens(child.address):
                     self.check()
                     if time.monotonic() > give_up_at:
                         problem = f"{child.name} is not ready within {timeout_s:g} s; see {self.folder}"
@@ -382,7 +382,8 @@ class Stack:
         self.stop()
 
 
-def _listens(address: str) -> bool:
+def listens(address: str) -> bool:
+    """Return whether something takes connections there."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):

@@ -46,6 +46,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         "--netns", action="store_true", help="workers in network namespaces of their own, cut there; for root"
     )
     add("--churn", action="store_true", help="no attack: short requests, and whether any process grows")
+    add("--rolling", action="store_true", help="drain and start anew everything, one after the other")
     add("--plan", action="store_true", help="only print what would be done, and when")
     repeated = "argument of each worker; repeatable"
     add("--worker-arg", action="append", default=[], metavar="ARG", help=repeated)
@@ -102,6 +103,7 @@ def _attack(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
             every_s=arguments.every,
             streams=arguments.streams,
             max_tokens=arguments.max_tokens,
+            rolling=arguments.rolling,
             poison_s=arguments.poison,
         )
     )

@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from subprocess import Popen
 from typing import Final, cast
 
 import grpc.aio
 import psutil
 from octavo.aio import AsyncClient
 from octavo.errors import OctavoError
-from octavo.stack import Child, Stack, StackConfig, StackError, free_ports
+from octavo.stack import Child, Stack, StackConfig, StackError, free_ports, listens
 from octavo.status import Status
 from octavo.v1 import operations_pb2 as ops
 from octavo.v1 import operations_pb2_grpc as ops_grpc
@@ -91,6 +92,9 @@ class ChaosStack(Stack):
             self.gateways.append(self._child(f"gateway-{index}", address, words.split()))
         self.doomed: dict[str, float] = {}
         """When a process was last ended on purpose, or stopped, by name; monotonic seconds."""
+        self._back: dict[str, float] = {}
+        """When it was last seen to serve again, or went on."""
+        self._starting: set[str] = set()
         self.deaths: list[str] = []
         """Of processes that nobody had ended."""
 
@@ -111,6 +115,7 @@ class ChaosStack(Stack):
 
     def launch(self, child: Child) -> None:
         """Start a process, where it belongs."""
+        self._starting.add(child.name)
         if self._namespaces is not None and child in self.workers:
             with self._namespaces.inside(self.workers.index(child)):
                 child.start()
@@ -126,11 +131,23 @@ class ChaosStack(Stack):
         """Note that what becomes of a process now is our doing."""
         self.doomed[child.name] = time.monotonic()
 
+    def revive(self, child: Child) -> None:
+        """Let a process go on that was stopped."""
+        send(child, signal.SIGCONT)
+        if child.name not in self._starting:
+            self._back[child.name] = time.monotonic()
+
+    def was_away(self, child: Child, since: float) -> bool:
+        """Return whether a process has been ended or stopped at any moment since a time, by us."""
+        struck_at, back_at = self.doomed.get(child.name), self._back.get(child.name, 0.0)
+        return struck_at is not None and (back_at < struck_at or since < back_at)
+
     async def keep_running(self) -> None:
         """Start what dies again, a moment later; note what died of itself."""
         due: dict[str, float] = {}
         while True:
             now = time.monotonic()
+            self._note_those_back()
             for child in self.children:
                 if child.alive:
                     continue
@@ -142,6 +159,13 @@ class ChaosStack(Stack):
                     del due[child.name]
                     self.launch(child)
             await asyncio.sleep(_POLL_S)
+
+    def _note_those_back(self) -> None:
+        for child in self.children:
+            # A worker may live where nothing can be reached: the schedulers tell of it.
+            if child.name in self._starting and (child in self.workers or listens(child.address)):
+                self._starting.discard(child.name)
+                self._back[child.name] = time.monotonic()
 
     async def statuses(self) -> list[Status | None]:
         """Ask each scheduler, past the links; None for one that does not answer."""
@@ -158,8 +182,12 @@ class ChaosStack(Stack):
 
         return await asyncio.gather(*map(ask, self.schedulers))
 
-    async def settled(self, timeout_s: float, *, gateways: bool = True) -> list[Status]:
-        """Return what the schedulers say once every worker is there and nothing runs.
+    async def settled(
+        self, timeout_s: float, *, idle: bool = True, without: Popen[bytes] | None = None
+    ) -> list[Status]:
+        """Return what the schedulers say once all processes serve, and this one has ended.
+
+        Unless told otherwise, nothing runs by then, either.
 
         Raises:
             StackError: it does not come to that in time; says what is in the way.
@@ -167,11 +195,14 @@ class ChaosStack(Stack):
         give_up_at = time.monotonic() + timeout_s
         while True:
             told = await self.statuses()
+            self._note_those_back()
             answering = [status for status in told if status is not None]
             ready = [one for status in answering for one in status.workers if one.state == "ready"]
             live = sum(status.live_requests for status in answering)
             active = sum(one.pool.active - one.pool.pinned for one in ready)
-            if len(answering) == len(told) and len(ready) == len(self.workers) and not live and not active:
+            complete = len(answering) == len(told) and len(ready) == len(self.workers) and not self._starting
+            ended = without is None or without.poll() is not None
+            if complete and ended and not (idle and (live or active)):
                 return answering
             if time.monotonic() > give_up_at:
                 states = {
