@@ -130,6 +130,8 @@ class WorkerProcess:
             lag.stop()
             await server.stop(_CLOSE_S)
             self.engine_stopped = engine_loop.stop(_CLOSE_S)
+            if engine_loop.ready.done() and (grammars := engine_loop.ready.result().grammars) is not None:
+                grammars.close()
             watchdog.stop()
         log.info("worker_stopped", worker_id=worker_id)
         return 0
@@ -189,6 +191,7 @@ class WorkerProcess:
             vocab_size=loaded.info.vocab_size,
             limits=loaded.limits,
             adapters=loaded.info.adapters,
+            structured_output=loaded.grammars is not None,
             simulated=loaded.info.runner == "sim",
             # Ranks on a CPU share it.
             num_devices=self._settings.vllm.tensor_parallel_size if loaded.info.device != "cpu" else 1,

@@ -225,6 +225,8 @@ class InputProcessor:
         """
         target = self._models.find(call.model)
         model, terms, tenant = target.model, call.terms, incoming.tenant.name
+        if call.sampling.structured is not None and not model.constrains:
+            raise ServiceError("UNSUPPORTED", f"structured output: the workers of {model.id} have none")
         keys = KeySpec(self.root_key(target, tenant, terms.cache_salt), model.block_size)
         limits = self._gate.limits(call, model)
         trim = limits.trim if limits is not None else None

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from octavo.protocol.steps import (
+    GRAMMAR_ERROR,
     FinishReason,
     RefuseReason,
     Report,
@@ -25,6 +26,8 @@ from scheduler_svc.core.request import Sequence, SequenceStatus
 from scheduler_svc.core.worker import WorkerState
 
 _FINISHED = SequenceStatus.FINISHED
+_OTHERS_AT_WORK = {StallReason.PROMOTING, StallReason.COMPILING}
+"""What a worker waits for while it has nothing to compute."""
 _new = tuple.__new__
 _SLOW_DOWN = 0.95
 _SPEED_UP = 1.01
@@ -230,6 +233,8 @@ class ReportReader:
                 cause = messages.get(entry.handle)
                 detail = f"{cause.kind}: {cause.message}" if cause is not None else "the step failed"
                 error = CoreError(Reason.STEP_FAILED, detail)
+                if cause is not None and cause.kind == GRAMMAR_ERROR:
+                    error = CoreError(Reason.INVALID_GRAMMAR, f"sampling.structured: {cause.message}")
             self._lifecycle.end_choice(
                 sequence, entry.reason, now, out, stop_token_id=entry.stop_token_id, error=error
             )
@@ -255,7 +260,7 @@ class ReportReader:
             if sequence is not None:
                 worker.decode_stalled(sequence)
         computed = report.token_handles or report.prefilled
-        if not computed and any(reason is StallReason.PROMOTING for _, reason in report.stalled):
+        if not computed and any(reason in _OTHERS_AT_WORK for _, reason in report.stalled):
             worker.backoff.rest(now)
 
     def _undo(self, worker: WorkerState, flight: InFlight, status: StepStatus) -> None:

@@ -54,6 +54,8 @@ class ServedModel:
     """Workers that are attached."""
     adapters_of: dict[str, frozenset[str]] = field(default_factory=dict)
     """LoRA adapters by worker; like `context`, also of those that are away."""
+    constrains: bool = False
+    """Whether its workers can hold output to a constraint; what the last one said."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -175,6 +177,7 @@ class ModelRegistry:
             self._take_names(known)
             known.context[description.worker_id] = description.max_model_len
             known.adapters_of[description.worker_id] = frozenset(description.adapters)
+            known.constrains = description.structured_output
             known.claims.add(description.worker_id)
             return known
 

@@ -117,6 +117,8 @@ class StepOutcome:
     token_ids: Mapping[int, int] = field(default_factory=dict)
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     culprits: frozenset[int] = frozenset()
+    unguided: frozenset[int] = frozenset()
+    """Left out, too, since their grammars are not ready."""
     errors: tuple[ReportedError, ...] = ()
     failed: bool = False
 
@@ -149,6 +151,7 @@ class _Execution:
         self._logprobs: dict[int, TokenLogprobs] = {}
         self._errors: list[ReportedError] = []
         self._culprits: set[int] = set()
+        self._unguided: set[int] = set()
         self._starved: Counter[int] = Counter()
         """Rows of one token that ran out of memory all alone, and how often."""
 
@@ -160,7 +163,12 @@ class _Execution:
             self._note(error, error.handles)
             return StepOutcome(errors=tuple(self._errors), failed=True)
         return StepOutcome(
-            tuple(self._rows), self._token_ids, self._logprobs, frozenset(self._culprits), tuple(self._errors)
+            tuple(self._rows),
+            self._token_ids,
+            self._logprobs,
+            frozenset(self._culprits),
+            frozenset(self._unguided),
+            tuple(self._errors),
         )
 
     def _attempt(self, rows: tuple[Row, ...]) -> None:
@@ -193,7 +201,8 @@ class _Execution:
 
     def _collect(self, rows: tuple[Row, ...], result: StepResult) -> None:
         token_ids = result.token_ids
-        missing = [row for row in rows if row.sample and row.sequence.handle not in token_ids]
+        answered = token_ids.keys() | result.unguided if result.unguided else token_ids
+        missing = [row for row in rows if row.sample and row.sequence.handle not in answered]
         if missing:
             handles = tuple([row.sequence.handle for row in missing])
             self._leave_out(rows, StepFailed("the runner sampled no token", handles))
@@ -202,6 +211,9 @@ class _Execution:
         if rows is not self._batch.rows:
             handles_done = {row.sequence.handle for row in rows}
             self._added = tuple([seq for seq in self._added if seq.handle not in handles_done])
+        if result.unguided:
+            self._unguided |= result.unguided
+            rows = tuple([row for row in rows if row.sequence.handle not in result.unguided])
         self._rows.extend(rows)
         self._token_ids.update(token_ids)
         self._logprobs.update(result.logprobs)

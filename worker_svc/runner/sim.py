@@ -16,8 +16,9 @@ from octavo.sampling import SamplingParams
 from octavo.steptimes import StepTimes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from worker_svc.grammar.backend import allowed_ids
 from worker_svc.models.text import ModelText
-from worker_svc.runner.base import BlockCopy, LoadedModel, StepBatch, StepResult
+from worker_svc.runner.base import BlockCopy, LoadedModel, StepBatch, StepResult, guided_rows
 
 BUILT_IN: Final = "sim"
 KV_BYTES_PER_TOKEN: Final = 23_040
@@ -39,8 +40,9 @@ _MASK: Final = 2**64 - 1
 class SimRunner:
     """Sleeps for as long as a step would take.
 
-    A token is a pure function of (seed, choice, position, previous token): batches, chunks, restarts
-    and moves change nothing. End-of-sequence tokens never come up; requests end by max_tokens.
+    A token is a pure function of (seed, choice, position, previous token) and of what a grammar allows:
+    batches, chunks, restarts and moves change nothing. End-of-sequence tokens come up only where a grammar
+    may end; other requests end by max_tokens.
     """
 
     def __init__(
@@ -77,8 +79,6 @@ class SimRunner:
 
     def supports(self, sampling: SamplingParams) -> str | None:
         """Refuse what would need a model."""
-        if sampling.structured is not None:
-            return "structured output: simulated tokens follow no grammar"
         if sampling.logprobs is not None:
             return "logprobs: simulated tokens have no probabilities"
         return None
@@ -87,15 +87,18 @@ class SimRunner:
         """Sleep, then make up the tokens."""
         self._sleep(self._times.seconds(*self._load_of(batch)) / self._speed)
         token_ids = {}
+        guides, unguided = guided_rows(batch.rows)
         for row in batch.rows:
-            if row.sample:
+            if row.sample and row.sequence.handle not in unguided:
                 sequence = row.sequence
                 position = row.start + row.num_tokens
                 noise = _noise(
                     sequence.sampling.seed or 0, sequence.choice, position, sequence.token_ids[position - 1]
                 )
-                token_ids[sequence.handle] = self._vocabulary[noise % len(self._vocabulary)]
-        return StepResult(token_ids, {})
+                guide = guides.get(sequence.handle)
+                allowed = self._vocabulary if guide is None else allowed_ids(guide.mask)
+                token_ids[sequence.handle] = int(allowed[noise % len(allowed)])
+        return StepResult(token_ids, {}, unguided)
 
     def copy_to_host(self, copies: Seq[BlockCopy]) -> None:
         """Sleep for as long as the copies would take."""

@@ -185,6 +185,9 @@ def failure_of(error: OctavoError, renamed: Mapping[str, str] | None = None) -> 
         message = "; ".join(f"{name}: {what}" for name, what in said)
     elif error.reason == "UNKNOWN_MODEL":
         param = "model"
+    elif error.reason == "INVALID_GRAMMAR":
+        param = names["sampling.structured"]
+        message = message.replace("sampling.structured", param)
     elif isinstance(error, UnsupportedError):
         param = _param_in(message, names)
         message = f"{param}: {message}" if param is not None and param not in message else message

@@ -79,6 +79,7 @@ BOUNDS: Final[Mapping[str, FieldBound]] = MappingProxyType(
         "StructuredOutput.regex": _GRAMMAR,
         "StructuredOutput.grammar": _GRAMMAR,
         "StructuredOutput.choice": _GRAMMAR,
+        "StructuredOutput.structural_tag": _GRAMMAR,
         "ChoiceList.values": FieldBound(1 << 14, 1 << 12),
         "TokenizeRequest.model": _NAME,
         "TokenizeRequest.text": _WHOLE,

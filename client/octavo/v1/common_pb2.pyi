@@ -229,14 +229,23 @@ class StructuredOutput(google.protobuf.message.Message):
     GRAMMAR_FIELD_NUMBER: builtins.int
     CHOICE_FIELD_NUMBER: builtins.int
     JSON_OBJECT_FIELD_NUMBER: builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: builtins.int
+    STRICT_FIELD_NUMBER: builtins.int
+    COMPACT_FIELD_NUMBER: builtins.int
     json_schema: builtins.str
     """A JSON schema, as JSON text."""
     regex: builtins.str
     """A regular expression that matches the whole output."""
     grammar: builtins.str
-    """A grammar in GBNF."""
+    """A grammar in GBNF, whose first rule is `root`."""
     json_object: builtins.bool
-    """Any JSON value."""
+    """Any JSON object."""
+    structural_tag: builtins.str
+    """Tags within free text, and what stands between them: a structural tag of xgrammar, as JSON text."""
+    strict: builtins.bool
+    """Of a JSON schema: refuse one that asks for what cannot be held to. Absent is false: that much is left out."""
+    compact: builtins.bool
+    """Of JSON: no whitespace between its parts. Absent is false."""
     @property
     def choice(self) -> global___ChoiceList:
         """One of these strings, whole."""
@@ -249,10 +258,18 @@ class StructuredOutput(google.protobuf.message.Message):
         grammar: builtins.str = ...,
         choice: global___ChoiceList | None = ...,
         json_object: builtins.bool = ...,
+        structural_tag: builtins.str = ...,
+        strict: builtins.bool | None = ...,
+        compact: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["json_schema", "regex", "grammar", "choice", "json_object"] | None: ...
+    def HasField(self, field_name: typing.Literal["_compact", b"_compact", "_strict", b"_strict", "choice", b"choice", "compact", b"compact", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "strict", b"strict", "structural_tag", b"structural_tag"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_compact", b"_compact", "_strict", b"_strict", "choice", b"choice", "compact", b"compact", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "strict", b"strict", "structural_tag", b"structural_tag"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_compact", b"_compact"]) -> typing.Literal["compact"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_strict", b"_strict"]) -> typing.Literal["strict"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["json_schema", "regex", "grammar", "choice", "json_object", "structural_tag"] | None: ...
 
 global___StructuredOutput = StructuredOutput
 

@@ -12,6 +12,7 @@ from octavo.protocol.steps import TokenLogprobs
 from octavo.sampling import SamplingParams
 
 from worker_svc.errors import InvalidSettings, NotFinite, RunnerError, StepFailed, StepOutOfMemory
+from worker_svc.grammar.backend import Mask
 from worker_svc.models.progress import Progress
 from worker_svc.runner.base import (
     BlockCopy,
@@ -21,6 +22,7 @@ from worker_svc.runner.base import (
     SequenceData,
     StepBatch,
     StepResult,
+    guided_rows,
 )
 from worker_svc.runner.vllm import installed
 from worker_svc.runner.vllm.sampling import (
@@ -141,14 +143,18 @@ class VllmRunner:
         for handle in (*batch.removed, *(sequence.handle for sequence in batch.added)):
             self._forget(handle)
         result = StepResult({}, {})
+        unguided: frozenset[int] = frozenset()
         try:
             for rows in self._parts(batch.rows):
-                self._compute(rows, result)
+                unguided |= self._compute(rows, result)
         except RunnerError:
             for handle in tuple(self._tracked):
                 self._forget(handle)
             raise
-        return result
+        for handle in unguided:
+            # vLLM has taken a token of it into its books.
+            self._forget(handle)
+        return replace(result, unguided=unguided)
 
     def copy_to_host(self, copies: Seq[BlockCopy]) -> None:
         """Copy blocks out."""
@@ -171,14 +177,24 @@ class VllmRunner:
             return [rows]
         return [(part,) for row in rows for part in _chunks(row, limit)]
 
-    def _compute(self, rows: Seq[Row], result: StepResult) -> None:
+    def _compute(self, rows: Seq[Row], result: StepResult) -> frozenset[int]:
+        """Add what is computed to `result`; return the handles that grammars let get no token."""
         step = self._step_input(rows)
+        unguided: frozenset[int] = frozenset()
+
+        def masks() -> dict[str, Mask]:
+            nonlocal unguided
+            guides, unguided = guided_rows(rows)
+            return {self._tracked[handle].req_id: guide.mask for handle, guide in guides.items()}
+
         output = None
         if step.num_scheduled_tokens or step.finished:
-            output = self._engine.step(step)
+            guided = any(row.sample and row.sequence.guide is not None for row in rows)
+            output = self._engine.step(step, masks if guided else None)
             # Not before: until a step went through, vLLM may not have forgotten them.
             self._finished = set()
-        self._collect(rows, output, result)
+        self._collect([row for row in rows if row.sequence.handle not in unguided], output, result)
+        return unguided
 
     def _warm_up(self) -> None:
         """Sample once in every way: what vLLM compiles at first use would stall a step for many seconds."""

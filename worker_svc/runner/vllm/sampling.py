@@ -28,8 +28,6 @@ EVERYTHING: Final = SamplingParams(
 
 def unsupported(sampling: SamplingParams, vocab_size: int) -> str | None:
     """Return what of `sampling` vLLM's runner cannot do here, or None."""
-    if sampling.structured is not None:
-        return "the vllm runner does not constrain output (structured)"
     beyond = sorted(token for token in sampling.logit_bias if not 0 <= token < vocab_size)
     if beyond:
         return f"logit_bias names token {beyond[0]}, the vocabulary has {vocab_size}"
@@ -45,7 +43,9 @@ def sampling_kwargs(
     sequence, which are the engine's; stop tokens serve min_tokens only, and those beyond the vocabulary,
     which cannot be sampled anyway, would be out of bounds there.
     """
-    stops = {*sampling.stop_token_ids, *eos_token_ids} if sampling.min_tokens else ()
+    # Under a grammar its guide sees to it.
+    min_tokens = 0 if sampling.structured is not None else sampling.min_tokens or 0
+    stops = {*sampling.stop_token_ids, *eos_token_ids} if min_tokens else ()
     return {
         "temperature": temperature_of(sampling),
         "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
@@ -55,7 +55,7 @@ def sampling_kwargs(
         "presence_penalty": sampling.presence_penalty or 0.0,
         "frequency_penalty": sampling.frequency_penalty or 0.0,
         "logit_bias": dict(sampling.logit_bias) or None,
-        "min_tokens": sampling.min_tokens or 0,
+        "min_tokens": min_tokens,
         "stop_token_ids": [token for token in stops if token < vocab_size],
         "max_tokens": None,
         "logprobs": sampling.logprobs,

@@ -1,0 +1,179 @@
+"""What keeps the output of one sequence within its grammar."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+import structlog
+from octavo.sampling import StructuredOutput
+
+from worker_svc.grammar.backend import WORD_BITS, CompiledGrammar, GrammarError, Mask, Matcher
+from worker_svc.grammar.compiler import CompilerChild, GrammarCompiler
+from worker_svc.grammar.xgrammar_backend import Vocabulary, XGrammarBackend
+
+_PATIENCE_S: Final = 0.005
+"""So long a computed step waits for masks when others are in it, who have none to wait for,"""
+_PATIENCE_ALONE_S: Final = 1.0
+"""and when there are none."""
+_MASK_THREADS: Final = max(1, min(4, (os.cpu_count() or 1) // 2))
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What there is of an output, and what may end it."""
+
+    token_ids: Seq[int]
+    stop_token_ids: Collection[int]
+    min_tokens: int = 0
+    """No end before it has so many, unless the grammar allows nothing else."""
+
+
+class Guide:
+    """Says which tokens a sequence may go on with.
+
+    A function of the grammar and of the output so far, so a sequence that comes from elsewhere begins
+    with what it has. Masks are made by other threads, one ahead: while the engine computes a step, its
+    masks are on their way.
+    """
+
+    def __init__(self, grammar: Future[CompiledGrammar], output: Output, vocab_size: int, threads: Threads):
+        self.missed = False
+        """The last step could not wait for the mask."""
+        self._threads = threads
+        self._num_words = -(-vocab_size // WORD_BITS)
+        self._stops = np.array([s for s in sorted(output.stop_token_ids) if s < vocab_size], dtype=np.int64)
+        self._stop_token_ids = tuple(self._stops.tolist())
+        self._min_tokens = output.min_tokens
+        self._num_tokens = 0
+        self._matcher: Matcher | None = None
+        self._mask: Future[Mask] = Future()
+        token_ids = tuple(output.token_ids)
+        grammar.add_done_callback(lambda done: threads.begin(self._begin, done, token_ids))
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is known what the next token may be."""
+        return self._mask.done() and self._mask.exception() is None
+
+    @property
+    def problem(self) -> str | None:
+        """Why the sequence cannot go on, or None."""
+        error = self._mask.exception() if self._mask.done() else None
+        if error is None or isinstance(error, GrammarError):
+            return None if error is None else str(error)
+        return f"the grammar fails: {error!r}"
+
+    @property
+    def mask(self) -> Mask:
+        """The tokens that may come next; only when `ready`."""
+        return self._mask.result()
+
+    def advance(self, token_id: int) -> None:
+        """Go on by the token that was sampled under the mask."""
+        self._mask = self._threads.masks.submit(self._next, token_id)
+
+    def _begin(self, grammar: Future[CompiledGrammar], token_ids: Seq[int]) -> None:
+        try:
+            self._matcher = grammar.result().matcher(self._stop_token_ids)
+            for token_id in token_ids:
+                self._accept(token_id)
+            self._mask.set_result(self._fill())
+        except Exception as error:  # noqa: BLE001 - it is told as the sequence's problem
+            self._mask.set_exception(error)
+
+    def _next(self, token_id: int) -> Mask:
+        self._accept(token_id)
+        return self._fill()
+
+    def _accept(self, token_id: int) -> None:
+        assert self._matcher is not None
+        if not self._matcher.accept(token_id):
+            raise GrammarError(f"output token {self._num_tokens} ({token_id}) does not follow the grammar")
+        self._num_tokens += 1
+
+    def _fill(self) -> Mask:
+        assert self._matcher is not None
+        mask = np.zeros(self._num_words, dtype=np.int32)
+        self._matcher.fill(mask)
+        if self._num_tokens < self._min_tokens:
+            longer = mask.copy()
+            np.bitwise_and.at(longer, self._stops // WORD_BITS, ~_bits(self._stops))
+            mask = longer if longer.any() else mask
+        if not mask.any():
+            raise GrammarError(f"the grammar allows no token after {self._num_tokens}")
+        return mask
+
+
+def _bits(token_ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Mask:
+    return np.left_shift(np.uint32(1), (token_ids % WORD_BITS).astype(np.uint32)).view(np.int32)
+
+
+def late_of(guides: Seq[Guide], *, alone: bool) -> list[bool]:
+    """Wait a little for the masks of a computed step, and return which are still not there.
+
+    Args:
+        guides: those of the rows that sample.
+        alone: whether no other rows wait for this.
+    """
+    pending = [guide._mask for guide in guides if not guide._mask.done()]  # noqa: SLF001 - one module
+    if pending:
+        wait(pending, _PATIENCE_ALONE_S if alone else _PATIENCE_S)
+    found = [not guide.ready for guide in guides]
+    for guide, is_late in zip(guides, found, strict=True):
+        guide.missed = is_late
+    return found
+
+
+class Threads:
+    """Those that make masks, and one that goes through the output of sequences that come from elsewhere."""
+
+    def __init__(self) -> None:
+        self.masks = ThreadPoolExecutor(_MASK_THREADS, "grammar-masks")
+        self._begins = ThreadPoolExecutor(1, "grammar-begin")
+
+    def begin(self, *call: object) -> None:
+        """Run the beginning of a guide."""
+        self._begins.submit(*call)  # type: ignore[arg-type]  # a function and its arguments
+
+    def close(self) -> None:
+        """End them."""
+        self.masks.shutdown(wait=False, cancel_futures=True)
+        self._begins.shutdown(wait=False, cancel_futures=True)
+
+
+class Grammars:
+    """The grammars of one worker."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Begin without any; what compiles them is started when it is first needed.
+
+        Raises:
+            GrammarError: there is no library of grammars.
+        """
+        if importlib.util.find_spec("xgrammar") is None:
+            raise GrammarError("xgrammar is not installed")
+        self._vocab_size = vocabulary.size
+        self._compiler = GrammarCompiler(partial(XGrammarBackend, vocabulary), CompilerChild(vocabulary))
+        self._threads = Threads()
+
+    def warm_up(self) -> None:
+        """Start what compiles, so that no request waits for that."""
+        self._compiler.warm_up()
+
+    def guide(self, structured: StructuredOutput, output: Output) -> Guide:
+        """Return the guide of a sequence; its grammar may have to be compiled first."""
+        return Guide(self._compiler.get(structured), output, self._vocab_size, self._threads)
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._threads.close()
+        self._compiler.close()
