@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from octavo.protocol.steps import Priority
-from octavo.service.address import split_address
+from octavo.service.address import split_address, split_scheme
 from octavo.service.settings import (
     COMMAS,
     NONE,
@@ -101,7 +101,11 @@ class FleetSection(Section):
 
     workers: Annotated[tuple[Name, ...], COMMAS] = Field(
         ("127.0.0.1:50061",),
-        description="workers, as host:port separated by commas; dns:host:port is every address of the name",
+        description="workers, as host:port separated by commas; dns:host:port is every address of the name; "
+        "grpcs:// before it is TLS, whatever tls_ca says, and grpc:// is plaintext",
+    )
+    worker_secret_file: Path | None = Field(
+        None, description="file whose first line is presented to workers; followed while it changes"
     )
     scheduler_id: Name | None = Field(
         None, description="name of this scheduler; by default drawn at each start"
@@ -133,7 +137,7 @@ class FleetSection(Section):
         if not self.workers:
             raise ValueError("workers must name at least one worker")
         for worker in self.workers:
-            split_address(worker.removeprefix("dns:"), "workers")
+            split_address(split_scheme(worker)[1].removeprefix("dns:"), "workers")
         return self
 
 

@@ -13,6 +13,7 @@ from octavo.keys import KeyFile
 from octavo.service.address import is_loopback
 from octavo.service.loop_lag import LoopLag
 from octavo.service.memory import MemoryCeiling
+from octavo.service.security import client_tls, read_secret, server_tls
 
 from scheduler_svc.admission.access import Access
 from scheduler_svc.admission.admission import Admission, InputProcessor
@@ -31,6 +32,7 @@ from scheduler_svc.fleet.absence import AbsenceWatch
 from scheduler_svc.fleet.models import ModelRegistry, ServedModel
 from scheduler_svc.fleet.pair import FixedPreference, Pair
 from scheduler_svc.fleet.pins import PinRegistry
+from scheduler_svc.fleet.way import Ways
 from scheduler_svc.fleet.worker_link import Epochs, LinkContext
 from scheduler_svc.fleet.workers import Fleet
 from scheduler_svc.observe.metrics import PlanLogCollector, SchedulerMetrics, serve_metrics
@@ -55,6 +57,7 @@ class SchedulerProcess:
         self._grace_over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
+        self._tls = server_tls(settings.server)
         self._ceiling = MemoryCeiling(settings.server.max_rss_bytes)
         self.metrics = SchedulerMetrics()
         self._lag = LoopLag(self.metrics.registry)
@@ -180,11 +183,16 @@ class SchedulerProcess:
             driver=self.driver,
             models=self.models,
             pair=self.pair,
+            ways=self._ways(),
             on_change=self._workers_changed,
             on_ready=self._pins.worker_ready,
             on_taken_over=self._taken_over,
         )
         return Fleet(self._settings.fleet.workers, context)
+
+    def _ways(self) -> Ways:
+        secret = self._settings.fleet.worker_secret_file
+        return Ways(client_tls(self._settings.server), read_secret(secret) if secret is not None else None)
 
     def _load_keys(self) -> KeyFileWatch | None:
         settings, server = self._settings.access, self._settings.server
@@ -237,7 +245,7 @@ class SchedulerProcess:
             ),
             PinService(self._pins, self.fleet, self.models, self._inputs, self.access),
         )
-        return SchedulerServer(services, server.max_streams, self.access)
+        return SchedulerServer(services, server.max_streams, self.access, self._tls)
 
     # Events --------------------------------------------------------------------------------------
 

@@ -15,12 +15,14 @@ import structlog
 from octavo.service import descriptors, event_loop, logs
 from octavo.service.address import AddressTaken, check_address
 from octavo.service.loop_lag import LoopLag
+from octavo.service.security import read_secret, server_tls
 
 from worker_svc.api.convert import describe
+from worker_svc.api.door import Door
 from worker_svc.api.reservation import Reservation
 from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
-from worker_svc.config import WorkerSettings
+from worker_svc.config import WorkerServerSection, WorkerSettings
 from worker_svc.engine.loop import EngineLoop, Loaded
 from worker_svc.engine.watchdog import StepWatch, Watchdog
 from worker_svc.errors import InvalidSettings, ModelLoadError, WorkerError
@@ -86,13 +88,14 @@ class WorkerProcess:
         """
         settings = self._settings
         stop = _stop_on_signals()
+        tls = server_tls(settings.server)
         metrics_server = None
         if settings.server.metrics_port is not None:
             check_address(settings.server.host, settings.server.metrics_port)
             metrics_server = MetricsServer(self._metrics, settings.server.host, settings.server.metrics_port)
         lag = LoopLag(self._metrics.registry)
         lag.start()
-        server = WorkerServer(self._service)
+        server = WorkerServer(self._service, _door(settings.server), tls)
         port = await server.start(settings.server.host, settings.server.port)
         worker_id = settings.server.worker_id or _name_of(settings.server.host, port)
         log.info(
@@ -196,6 +199,24 @@ class WorkerProcess:
             # Ranks on a CPU share it.
             num_devices=self._settings.vllm.tensor_parallel_size if loaded.info.device != "cpu" else 1,
         )
+
+
+def _door(settings: WorkerServerSection) -> Door:
+    """Return who may come in at the port.
+
+    Raises:
+        SettingsError: the file of secrets cannot be used.
+    """
+    if settings.worker_secret_file is None:
+        if settings.is_reachable and not settings.mtls:
+            log.warning(
+                "worker_open_to_all",
+                listen=settings.listen,
+                meaning="whoever reaches this port may run plans, and attach in place of the scheduler",
+                remedy="--worker-secret-file, or --mtls",
+            )
+        return Door(names=settings.scheduler_names if settings.mtls else ())
+    return Door(read_secret(settings.worker_secret_file))
 
 
 def _name_of(host: str, port: int) -> str:

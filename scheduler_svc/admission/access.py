@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 from urllib.parse import unquote
@@ -11,6 +11,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from octavo.keys import Key, KeyFile, Role, Tenant
 from octavo.service.address import is_loopback
+from octavo.service.call_guard import Metadata, bearer_key
 from octavo.v1 import generation_pb2, operations_pb2
 
 from scheduler_svc.errors import ServiceError
@@ -24,8 +25,6 @@ ANONYMOUS: Final = Tenant("anonymous")
 # Probes and tools ask these before they have a key. What is not named here is for operators.
 _OPEN: Final = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
 _ANY_KEY: Final = frozenset({GENERATION})
-
-Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Access:
@@ -111,13 +110,3 @@ class Access:
     ) -> ServiceError:
         self._metrics.access_refusals.labels(reason).inc()
         return ServiceError(reason, message, metadata=metadata)
-
-
-def bearer_key(metadata: Metadata | None) -> str | None:
-    """Return the key in a call's metadata as it stands there, or None if there is none."""
-    values = [value for name, value in metadata or () if name == "authorization"]
-    if not values:
-        return None
-    scheme, _, key = str(values[0]).partition(" ")
-    # Of two keys one may be somebody else's, added on the way: neither is trusted.
-    return key.strip() if scheme.lower() == "bearer" and len(values) == 1 else ""

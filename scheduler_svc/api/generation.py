@@ -7,10 +7,10 @@ import time
 from array import array
 from typing import Final
 
+from octavo.service.call_guard import bearer_key
 from octavo.service.status import Context, abort
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.admission.access import bearer_key
 from scheduler_svc.admission.admission import Admission
 from scheduler_svc.api.convert import model_to_proto
 from scheduler_svc.api.parsing import Malformed, accept

@@ -11,11 +11,12 @@ from typing import Any, Final, TypeVar
 import grpc
 from octavo.keys import Role
 from octavo.protocol.convert import keys_from_proto
+from octavo.service.call_guard import bearer_key
 from octavo.service.status import Context
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import operations_pb2, worker_pb2
 
-from scheduler_svc.admission.access import OPERATIONS, Access, bearer_key
+from scheduler_svc.admission.access import OPERATIONS, Access
 from scheduler_svc.admission.admission import InputProcessor
 from scheduler_svc.api.parsing import Malformed, accept
 from scheduler_svc.api.rpc import answering

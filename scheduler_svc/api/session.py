@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
+from octavo.service.call_guard import bearer_key
 from octavo.service.status import Context
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.admission.access import bearer_key
 from scheduler_svc.admission.admission import Admission
 from scheduler_svc.api.parsing import Malformed, SessionPart, parse_session
 from scheduler_svc.api.rpc import answering, rpc_deadline

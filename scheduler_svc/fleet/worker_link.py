@@ -24,9 +24,8 @@ from octavo.protocol.convert import (
     report_from_proto,
 )
 from octavo.protocol.later import unknown_fields
-from octavo.protocol.proxy import proxy_of, proxy_options
+from octavo.protocol.proxy import proxy_of
 from octavo.protocol.steps import KEY_BYTES, PROTOCOL_VERSION, Admit, Plan
-from octavo.protocol.transport import CLIENT_OPTIONS
 from octavo.service.status import error_in
 from octavo.v1 import common_pb2, operations_pb2, worker_pb2, worker_pb2_grpc
 
@@ -34,6 +33,7 @@ from scheduler_svc.core.events import WorkerInfo
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.fleet.models import IncompatibleWorker, ModelRegistry, ServedModel
 from scheduler_svc.fleet.pair import Pair, Peer
+from scheduler_svc.fleet.way import Way, Ways
 
 _log = structlog.get_logger()
 
@@ -43,8 +43,6 @@ _AUDIT_TIMEOUT_S: Final = 30.0
 _WELCOME_TIMEOUT_S: Final = 60.0
 _FIRST_DELAY_S: Final = 0.1
 _MAX_DELAY_S: Final = 0.5
-# A worker that is back should not wait to be found.
-_MAX_RECONNECT_MS: Final = 250
 _MAX_OUTGOING: Final = 1024
 _ASK_AGAIN_S: Final = 0.25
 """A worker that another scheduler has is asked this often; a takeover may wait for so long."""
@@ -53,12 +51,6 @@ _LEAVE_S: Final = 1.0
 _SLICE_TOKENS: Final = 8192
 _TOKENS_PER_BIAS: Final = 8
 """Tokens that take as long to convert as one bias does."""
-CHANNEL_OPTIONS: Final = (
-    *(option for option in CLIENT_OPTIONS if option[0] != "grpc.max_reconnect_backoff_ms"),
-    ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_MS),
-    # Links to one address must not share a broken connection.
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 
 _Outgoing = worker_pb2.SchedulerMessage | Plan
@@ -111,6 +103,7 @@ class LinkContext:
     driver: CoreDriver
     models: ModelRegistry
     pair: Pair
+    ways: Ways
     on_change: Callable[[], None]
     """Called when a worker has become ready, or is no more."""
     on_ready: Callable[[WorkerLink], None]
@@ -125,10 +118,11 @@ class LinkContext:
 class WorkerLink:
     """Attaches to a worker for as long as it runs."""
 
-    def __init__(self, address: str, context: LinkContext) -> None:
-        self.status = LinkStatus(address)
+    def __init__(self, way: Way, context: LinkContext) -> None:
+        self.status = LinkStatus(way.address)
+        self._way = way
         self._context = context
-        self._log = _log.bind(address=address)
+        self._log = _log.bind(address=way.address)
         self._session: asyncio.Task[None] | None = None
         self._outgoing: asyncio.Queue[_Outgoing] = asyncio.Queue(_MAX_OUTGOING)
         self._detach_reason: str | None = None
@@ -156,27 +150,33 @@ class WorkerLink:
     async def run(self) -> None:
         """Attach, and attach again whenever the stream has ended, until cancelled."""
         delay_s = _FIRST_DELAY_S
-        address = self.status.address
-        if (proxy := proxy_of(address)) is not None:
+        if (proxy := proxy_of(self.status.address)) is not None:
             self._log.info("worker_through_proxy", proxy=proxy)
-        options = (*CHANNEL_OPTIONS, *proxy_options(address))
-        async with grpc.aio.insecure_channel(address, options=options) as channel:
-            self._stub = cast("worker_pb2_grpc.WorkerAsyncStub", worker_pb2_grpc.WorkerStub(channel))
-            while True:
-                began = time.monotonic()
-                self._session = asyncio.create_task(self._attach(self._stub))
-                try:
-                    await asyncio.wait([self._session])
-                finally:
-                    # When this task is cancelled, the session ends with it.
-                    await _cancel(self._session)
-                if self._leaving:
-                    return
-                # An attempt that took long has waited enough: a worker that loads its model answers late.
-                soon = self.attached or time.monotonic() - began > _MAX_DELAY_S
-                self._conclude(self._session)
-                delay_s = _FIRST_DELAY_S if soon else min(_MAX_DELAY_S, delay_s * 2)
-                await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 - spreads attempts
+        while not self._leaving:
+            files = self._way.files()
+            async with self._way.open(files) as channel:
+                self._stub = cast("worker_pb2_grpc.WorkerAsyncStub", worker_pb2_grpc.WorkerStub(channel))
+                # A channel checks and presents for life what it was made with.
+                while not self._leaving and self._way.files() == files:
+                    delay_s = await self._attempt(self._stub, delay_s)
+
+    async def _attempt(self, stub: worker_pb2_grpc.WorkerAsyncStub, delay_s: float) -> float:
+        """Attach once, and wait before the next time; return how long that was."""
+        began = time.monotonic()
+        self._session = asyncio.create_task(self._attach(stub))
+        try:
+            await asyncio.wait([self._session])
+        finally:
+            # When this task is cancelled, the session ends with it.
+            await _cancel(self._session)
+        if self._leaving:
+            return delay_s
+        # An attempt that took long has waited enough: a worker that loads its model answers late.
+        soon = self.attached or time.monotonic() - began > _MAX_DELAY_S
+        self._conclude(self._session)
+        delay_s = _FIRST_DELAY_S if soon else min(_MAX_DELAY_S, delay_s * 2)
+        await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 - spreads attempts
+        return delay_s
 
     # From the driver -----------------------------------------------------------------------------
 
@@ -219,14 +219,16 @@ class WorkerLink:
     async def inject_faults(self, request: worker_pb2.InjectFaultsRequest) -> None:
         """Replace the worker's faults; raises grpc.aio.AioRpcError when it does not take them."""
         assert self._stub is not None
-        await self._stub.InjectFaults(request, timeout=_DESCRIBE_TIMEOUT_S)
+        await self._stub.InjectFaults(request, timeout=_DESCRIBE_TIMEOUT_S, metadata=self._way.metadata())
 
     async def audit(self) -> operations_pb2.WorkerAudit:
         """Have the worker verify its books and return what it says, or why it says nothing."""
         assert self._stub is not None
         answer = operations_pb2.WorkerAudit(worker_id=self.worker_id)
         try:
-            found = await self._stub.Audit(worker_pb2.AuditRequest(), timeout=_AUDIT_TIMEOUT_S)
+            found = await self._stub.Audit(
+                worker_pb2.AuditRequest(), timeout=_AUDIT_TIMEOUT_S, metadata=self._way.metadata()
+            )
         except grpc.aio.AioRpcError as error:
             answer.problem = _say(error)
             return answer
@@ -248,7 +250,10 @@ class WorkerLink:
         """One attempt, from the description to the end of the stream."""
         context, status = self._context, self.status
         description = await stub.Describe(
-            worker_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S, wait_for_ready=True
+            worker_pb2.DescribeRequest(),
+            timeout=_DESCRIBE_TIMEOUT_S,
+            wait_for_ready=True,
+            metadata=self._way.metadata(),
         )
         if description.protocol_version != PROTOCOL_VERSION:
             raise _Unusable(f"it speaks protocol {description.protocol_version}, we speak {PROTOCOL_VERSION}")
@@ -317,7 +322,7 @@ class WorkerLink:
         self._outgoing = asyncio.Queue(_MAX_OUTGOING)
         self._rank = context.pair.preference.rank()
         self.status.asked_at = context.driver.clock()
-        call: _Call = stub.Attach()  # type: ignore[call-arg]  # written to by hand
+        call: _Call = stub.Attach(metadata=self._way.metadata())  # type: ignore[call-arg]  # written to by hand
         sender: asyncio.Task[None] | None = None
         try:
             hello = worker_pb2.Hello(

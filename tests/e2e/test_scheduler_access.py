@@ -143,7 +143,7 @@ async def test_without_keys_others_may_send_requests_and_only_this_machine_may_o
     # What ends the scheduler comes last.
     operations.sort(key=lambda method: method.name == "Drain")
     try:
-        async with scheduler(worker.address, listen="0.0.0.0:0") as stack:
+        async with scheduler(worker.address, listen="0.0.0.0:0", insecure=True) as stack:
             await stack.wait_ready()
             address = f"{own_address()}:{stack.port}"
             async with octavo.AsyncClient(address) as client:
@@ -183,7 +183,7 @@ async def test_scheduler_that_everybody_can_reach_without_a_key_says_so(
 ) -> None:
     flags = {"key_file": key_file(tmp_path / "keys.toml", "boss")} if keys else {}
     with structlog.testing.capture_logs() as logs:
-        SchedulerProcess(SchedulerSettings.load({"listen": listen, **flags}))
+        SchedulerProcess(SchedulerSettings.load({"listen": listen, "insecure": True, **flags}))
     assert ("scheduler_open_to_all" in [line["event"] for line in logs]) is warned
 
 

@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from octavo.service.address import AddressTaken, check_address
+from octavo.service.server_tls import ServerTls
 
 CHANNELZ: Final = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 # Two processes must never share a port by accident.
@@ -27,8 +28,10 @@ class GrpcPort:
         *,
         options: Sequence[tuple[str, int]],
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
+        tls: ServerTls | None = None,
     ) -> None:
         """`services`: full names of those that reflection shows; their methods are added to `server`."""
+        self._tls = tls
         self.server = grpc.aio.server(interceptors=interceptors, options=(*options, *_OPTIONS))
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lag
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -45,7 +48,10 @@ class GrpcPort:
         check_address(host, port)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self.server.add_insecure_port(address)
+            if self._tls is None:
+                bound = self.server.add_insecure_port(address)
+            else:
+                bound = self.server.add_secure_port(address, self._tls.grpc_credentials())
         except RuntimeError as error:
             raise AddressTaken(f"cannot listen on {address}: {error}") from None
         await self.server.start()

@@ -68,7 +68,8 @@ class ChaosStack(Stack):
             here = len(self.config.host) + 1
             for index, worker in enumerate(self.workers):
                 address = namespaces.address(index, int(worker.address[here:]))
-                arguments = ["worker", "--listen", address, "--model", model, "--metrics-port", "none"]
+                words = f"worker --listen {address} --insecure --metrics-port none --model"
+                arguments = [*words.split(), model]
                 self.workers[index] = self._child(worker.name, address, [*arguments, *worker_args])
         at = self.config.host
         self._schedulers: list[Child] = []
