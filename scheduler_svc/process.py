@@ -132,6 +132,7 @@ class SchedulerProcess:
         vital: list[asyncio.Task[Any]] = [driving, *self.pool.start()]
         watching = [
             _watch("history", self._status.history.run()),
+            _watch("usage", self._status.usage.run()),
             _watch("absence", self._absence.run()),
         ]
         if self._key_file is not None:

@@ -16,7 +16,7 @@ from octavo._sdk.channel import Connection, Endpoints, from_rpc, parse_api_key, 
 from octavo._sdk.core import Core
 from octavo._sdk.session import Patience, Transport
 from octavo.errors import OctavoError
-from octavo.status import Status
+from octavo.status import Status, UsageReport
 from octavo.types import (
     Accepted,
     BatchItem,
@@ -307,6 +307,12 @@ class AsyncClient:
         request = operations_pb2.GetStatusRequest(history=history)
         answer = await self._core.unary(lambda on: on.operations.GetStatus(request, metadata=on.metadata))
         return wire.status(answer.status)
+
+    async def usage(self, since: float | None = None) -> UsageReport:
+        """Return who used the devices, minute by minute, in the last `since` seconds or in the last day."""
+        request = operations_pb2.GetUsageRequest(since_s=since)
+        answer = await self._core.unary(lambda on: on.operations.GetUsage(request, metadata=on.metadata))
+        return wire.usage_report(answer)
 
     async def watch_status(self, interval: float = 1.0, *, history: bool = False) -> AsyncGenerator[Status]:
         """Yield a status now and then again each `interval` seconds, until the scheduler goes away.

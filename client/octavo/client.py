@@ -15,7 +15,7 @@ from octavo._sdk.loop_thread import LoopThread
 from octavo._sdk.session import Transport
 from octavo.aio import AsyncClient
 from octavo.errors import OctavoError
-from octavo.status import Status
+from octavo.status import Status, UsageReport
 from octavo.types import (
     Accepted,
     BatchItem,
@@ -219,6 +219,10 @@ class Client:
     def status(self, *, history: bool = False) -> Status:
         """Return what the scheduler is doing; with `history`, also what it did in the last ten minutes."""
         return self._thread.run(self._aio.status(history=history))
+
+    def usage(self, since: float | None = None) -> UsageReport:
+        """Return who has used the devices, minute by minute; see `AsyncClient.usage`."""
+        return self._thread.run(self._aio.usage(since))
 
     def watch_status(self, interval: float = 1.0, *, history: bool = False) -> Iterator[Status]:
         """Yield a status now and then again each `interval` seconds; see `AsyncClient.watch_status`."""

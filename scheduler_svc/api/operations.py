@@ -49,7 +49,7 @@ def operating(
 
 
 class StatusService:
-    """GetStatus, WatchStatus, Drain, SetFaults and AuditWorkers."""
+    """GetStatus, WatchStatus, GetUsage, Drain, SetFaults and AuditWorkers."""
 
     def __init__(
         self,
@@ -100,6 +100,14 @@ class StatusService:
                 seen_until = status.history[-1].uptime_s
             await context.write(operations_pb2.WatchStatusResponse(status=status))
             await asyncio.sleep(interval_ms / 1000)
+
+    @answering
+    async def get_usage(
+        self, request: operations_pb2.GetUsageRequest | Malformed, _: Context
+    ) -> operations_pb2.GetUsageResponse:
+        """Return who has used the devices, minute by minute."""
+        request = accept(request)
+        return self._board.usage.since(request.since_s if request.HasField("since_s") else math.inf)
 
     @operating
     async def drain(

@@ -138,6 +138,7 @@ def _operations_methods(services: Services) -> dict[str, grpc.RpcMethodHandler[A
     pb, status, pins = operations_pb2, services.status, services.pins
     return {
         "GetStatus": _unary(status.get_status, pb.GetStatusRequest, pb.GetStatusResponse),
+        "GetUsage": _unary(status.get_usage, pb.GetUsageRequest, pb.GetUsageResponse),
         "WatchStatus": grpc.unary_stream_rpc_method_handler(
             status.watch_status, Parser(pb.WatchStatusRequest), pb.WatchStatusResponse.SerializeToString
         ),

@@ -27,6 +27,7 @@ from scheduler_svc.core.reports import ReportReader
 from scheduler_svc.core.request import Request, Sequence, SequenceStatus
 from scheduler_svc.core.snapshot import CoreSnapshot, take_snapshot
 from scheduler_svc.core.timers import TimerWheel
+from scheduler_svc.core.usage import UsageBooks
 from scheduler_svc.core.worker import WorkerState
 
 
@@ -40,7 +41,8 @@ class SchedulerCore:
         self._workers: dict[str, WorkerState] = {}
         self._weights = dict(config.tenant_weights)
         self._lifecycle = Lifecycle(config, self._models)
-        self._reader = ReportReader(config, self._lifecycle)
+        self._usage = UsageBooks()
+        self._reader = ReportReader(config, self._lifecycle, self._usage)
         self._wakeups: list[tuple[float, str]] = []
         self._watchdogs: TimerWheel[str] = TimerWheel()
         self._draining = False
@@ -203,7 +205,8 @@ class SchedulerCore:
 
     def snapshot(self, now: float) -> CoreSnapshot:
         """Return the figures of the moment."""
-        return take_snapshot(self._lifecycle, self._models, now)
+        usage = self._usage.snapshot(list(self._workers.values()), now)
+        return take_snapshot(self._lifecycle, self._models, usage, now)
 
     @property
     def num_seats(self) -> int:
@@ -240,6 +243,11 @@ class SchedulerCore:
         self._explain = explain
         for model in self._models.values():
             model.planner.explain = explain
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """The live requests, to be looked at and not changed."""
+        return self._lifecycle.requests
 
     def find(self, request_id: str) -> Request | None:
         """Return a live request, to be looked at and not changed."""
@@ -388,6 +396,7 @@ class SchedulerCore:
         pool = model.pool
         blamed = blame(worker, pool.losses, len(pool.workers), now) if died else []
         del self._workers[worker.worker_id]
+        self._usage.left(worker, now)
         pool.remove(worker, now)
         model.admission.fewer_workers()
         self._watchdogs.disarm(worker.worker_id)

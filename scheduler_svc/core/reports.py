@@ -23,6 +23,7 @@ from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.pipeline import InFlight
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.request import Sequence, SequenceStatus
+from scheduler_svc.core.usage import UsageBooks
 from scheduler_svc.core.worker import WorkerState
 
 _FINISHED = SequenceStatus.FINISHED
@@ -36,9 +37,10 @@ _SPEED_UP = 1.01
 class ReportReader:
     """Applies reports. What a worker says of handles that are gone is normal and changes nothing."""
 
-    def __init__(self, config: CoreConfig, lifecycle: Lifecycle) -> None:
+    def __init__(self, config: CoreConfig, lifecycle: Lifecycle, usage: UsageBooks) -> None:
         self._config = config
         self._lifecycle = lifecycle
+        self._usage = usage
         self._charging = POLICIES[config.policy].charges_tenants
         self._holds_finished = config.static is not None and config.static.hold_finished
 
@@ -51,6 +53,7 @@ class ReportReader:
             ProtocolViolationError: it is not the one that is due, or the books differ.
         """
         flight = worker.settle(report.step)
+        self._usage.charge(worker, report, now)
         if report.status is not StepStatus.OK:
             self._undo(worker, flight, report.status)
         if report.admitted or report.prefilled:

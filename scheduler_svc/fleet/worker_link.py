@@ -387,6 +387,7 @@ class WorkerLink:
             host_keys=tuple(host_keys),
             adapters=tuple(description.adapters),
             draining=self._context.drained.get(welcome.worker_id) == welcome.incarnation,
+            devices=self.status.devices,
         )
 
     async def _read_reports(self, call: _Call, worker_id: str) -> None:

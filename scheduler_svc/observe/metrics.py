@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from scheduler_svc.core.snapshot import CoreSnapshot, OverloadSnapshot, WorkerSnapshot
+from scheduler_svc.core.usage import UsageSnapshot
 from scheduler_svc.planlog.recording import PlanLogHealth
 
 _SCRAPE_TIMEOUT_S: Final = 5.0
@@ -291,6 +292,7 @@ class _CoreCollector(Collector):
 
     def __init__(self, snapshot: Callable[[], CoreSnapshot]) -> None:
         self._snapshot = snapshot
+        self._idle_s = 0.0
 
     def describe(self) -> Iterable[Metric]:
         """Say nothing: asking the core at registration would be too early."""
@@ -312,6 +314,23 @@ class _CoreCollector(Collector):
             ]
             yield _gauge(name, documentation, ["model", "priority"], samples)
         yield from _worker_metrics(snapshot.workers)
+        yield from self._usage_metrics(snapshot.usage)
+
+    def _usage_metrics(self, usage: UsageSnapshot) -> Iterable[Metric]:
+        used = CounterMetricFamily(
+            "octavo_tenant_device_seconds",
+            "Time of steps that was computed for a tenant, times the devices of the worker.",
+            labels=["tenant"],
+        )
+        for tenant, seconds in usage.tenants.items():
+            used.add_metric([tenant], seconds)
+        yield used
+        # Should a worker's clock run a little fast against ours, it stands still for a moment.
+        self._idle_s = max(self._idle_s, usage.idle_s)
+        idle = "Time that workers had no step to run, times their devices."
+        yield CounterMetricFamily("octavo_idle_device_seconds", idle, self._idle_s)
+        nobody = "Time of steps that computed nothing for anybody, times the devices."
+        yield CounterMetricFamily("octavo_unassigned_device_seconds", nobody, usage.unassigned_s)
 
 
 def _worker_metrics(workers: Sequence[WorkerSnapshot]) -> Iterable[Metric]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from octavo.cli import output
 
 if TYPE_CHECKING:
+    from octavo.status import UsageReport
+
     from scheduler_svc.planlog import Line, Mismatch, ReplayResult, RequestStory, Waits
 
 EXIT_OK: Final = 0
@@ -55,6 +57,21 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(_summary(result, waits))
     return EXIT_DIFFERS if result.differs or result.damaged_bytes else EXIT_OK
+
+
+def usage(path: Path) -> UsageReport:
+    """Return who used the devices in the time of a plan log; for `octavo usage`.
+
+    Raises:
+        ValueError: it is no plan log, or another version's.
+        OSError: it cannot be read.
+    """
+    from scheduler_svc import planlog  # noqa: PLC0415 # an extra that may not be installed
+
+    try:
+        return planlog.usage_of(path)
+    except planlog.PlanLogError as error:
+        raise ValueError(str(error)) from error
 
 
 def _as_record(result: ReplayResult, story: RequestStory | None, waits: Waits) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class Mismatch:
 class ReplayResult:
     """What came of a replay."""
 
+    core: SchedulerCore = field(compare=False)
+    """As it was after the last entry."""
     events: Counter[str] = field(default_factory=Counter)
     """Entries by kind."""
     plans: int = 0
@@ -136,7 +138,7 @@ def _core_after(reader: PlanLogReader) -> SchedulerCore:
     """Return the core as it was after the last entry of a file."""
     core = open_core(reader)
     for index, entry in enumerate(reader):
-        _apply_as_logged(core, index, entry, ReplayResult())
+        _apply_as_logged(core, index, entry, ReplayResult(core))
     if reader.torn_bytes or reader.damaged_bytes:
         raise PlanLogError(f"{reader.path} is not whole, and the file after it goes on from its end")
     return core
@@ -175,7 +177,7 @@ def replay(path: Path, observer: Observer | None = None) -> ReplayResult:
     core = open_core(reader, observer.passed_over() if observer is not None else None)
     header = reader.header
     gap = header.gap if header.HasField("gap") else None
-    result = ReplayResult(gap=gap, octavo_version=header.octavo_version)
+    result = ReplayResult(core, gap=gap, octavo_version=header.octavo_version)
     for index, entry in enumerate(reader):
         if result.first_now is None:
             result.first_now = entry.now

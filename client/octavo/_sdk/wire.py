@@ -26,6 +26,9 @@ from octavo.status import (
     Rates,
     Status,
     TenantStatus,
+    TenantUsage,
+    UsagePeriod,
+    UsageReport,
     WorkerStatus,
 )
 from octavo.types import (
@@ -386,6 +389,27 @@ def status(message: operations_pb2.Status) -> Status:
         rank=message.rank,
         endpoint=message.endpoint,
         standby=given(message, "standby"),
+        idle_device_s=message.idle_device_s,
+        unassigned_device_s=message.unassigned_device_s,
+    )
+
+
+def usage_report(message: operations_pb2.GetUsageResponse) -> UsageReport:
+    """Convert."""
+    return UsageReport(tuple(map(_usage_period, message.minutes)), given(message, "price_per_gpu_hour"))
+
+
+def _usage_period(message: operations_pb2.UsageMinute) -> UsagePeriod:
+    tenants = (
+        TenantUsage(one.tenant, one.requests, one.prompt_tokens, one.output_tokens, one.device_s)
+        for one in message.tenants
+    )
+    return UsagePeriod(
+        message.from_unix_ms / 1000,
+        message.until_unix_ms / 1000,
+        tuple(tenants),
+        message.idle_device_s,
+        message.unassigned_device_s,
     )
 
 

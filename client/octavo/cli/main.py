@@ -39,6 +39,7 @@ COMMANDS: Final = {
     "chat": ("octavo.cli.chat", "talk to a model"),
     "batch": ("octavo.cli.batch", "run a file of requests, for throughput"),
     "status": ("octavo.cli.status", "show what a scheduler is doing"),
+    "usage": ("octavo.cli.usage", "say who has used the devices, and what that costs, as CSV"),
     "pin": ("octavo.cli.pins", "keep a prefix in KV memory, whatever the load"),
     "unpin": ("octavo.cli.pins", "let a pinned prefix go"),
     "drain": ("octavo.cli.drain", "take a worker or a scheduler out of service, and let what runs end"),

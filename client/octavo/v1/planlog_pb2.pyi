@@ -505,6 +505,7 @@ class WorkerUpEvent(google.protobuf.message.Message):
     HOST_KEYS_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     model: builtins.str
@@ -516,6 +517,8 @@ class WorkerUpEvent(google.protobuf.message.Message):
     host_keys: builtins.bytes
     draining: builtins.bool
     """It takes nothing new: an operator had drained it before its stream broke."""
+    devices: builtins.int
+    """GPUs that it computes on together; 0 is 1."""
     @property
     def geometry(self) -> octavo.v1.worker_pb2.Geometry: ...
     @property
@@ -539,9 +542,10 @@ class WorkerUpEvent(google.protobuf.message.Message):
         host_keys: builtins.bytes = ...,
         adapters: collections.abc.Iterable[builtins.str] | None = ...,
         draining: builtins.bool = ...,
+        devices: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["geometry", b"geometry", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device_keys", b"device_keys", "draining", b"draining", "geometry", b"geometry", "host_keys", b"host_keys", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pool", b"pool", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device_keys", b"device_keys", "devices", b"devices", "draining", b"draining", "geometry", b"geometry", "host_keys", b"host_keys", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pool", b"pool", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerUpEvent = WorkerUpEvent
 

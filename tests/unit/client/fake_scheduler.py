@@ -162,6 +162,25 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
         self.pins.append(request)
         return operations_pb2.PinPrefixResponse(tokens=40, blocks=2, workers=1, without_room=["w1"])
 
+    async def GetUsage(  # noqa: N802 # named by the contract
+        self, request: operations_pb2.GetUsageRequest, context: object
+    ) -> operations_pb2.GetUsageResponse:
+        minutes = [
+            operations_pb2.UsageMinute(
+                from_unix_ms=start * 60_000,
+                until_unix_ms=(start + 1) * 60_000,
+                tenants=[
+                    operations_pb2.TenantUsage(
+                        tenant="a", requests=2, prompt_tokens=30, output_tokens=40, device_s=27.0
+                    )
+                ],
+                idle_device_s=33.0,
+            )
+            for start in (0, 1)
+        ]
+        wanted = minutes[1:] if request.HasField("since_s") else minutes
+        return operations_pb2.GetUsageResponse(minutes=wanted, price_per_gpu_hour=4.0)
+
     async def AuditWorkers(  # noqa: N802 # named by the contract
         self, request: operations_pb2.AuditWorkersRequest, context: object
     ) -> operations_pb2.AuditWorkersResponse:

@@ -447,6 +447,21 @@ def test_pin_of_a_file_that_is_not_there_is_wrong_usage(threaded: ThreadedSchedu
     assert "/nowhere" in capsys.readouterr().err
 
 
+def test_usage_prints_shares_and_costs_with_idle_time_as_a_line(
+    threaded: ThreadedScheduler, capsys: Capture
+) -> None:
+    assert octavo(threaded, "usage") == 0
+    header, tenant, idle, unassigned = capsys.readouterr().out.splitlines()
+    assert header == "from,until,tenant,requests,prompt_tokens,output_tokens,device_s,share,cost"
+    span = "1970-01-01T00:00:00+00:00,1970-01-01T00:02:00+00:00"
+    assert tenant == f"{span},a,4,60,80,54.000000,0.450000,0.060000"
+    assert idle == f"{span},(idle),0,0,0,66.000000,0.550000,0.073333"
+    assert unassigned == f"{span},(unassigned),0,0,0,0.000000,0.000000,0.000000"
+
+    assert octavo(threaded, "usage", "--since", "1m", "--by-minute") == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("1970-01-01T00:01:00+00:00,")
+
+
 @pytest.mark.parametrize(
     ("worker", "code", "said"),
     [
