@@ -89,18 +89,18 @@ ENTRYPOINT ["octavo"]
 FROM runtime AS scheduler
 COPY --from=scheduler-venv /opt/octavo /opt/octavo
 EXPOSE 50051 9464
-HEALTHCHECK --interval=10s --timeout=5s --start-period=60s CMD ["octavo", "health", "127.0.0.1:50051"]
+HEALTHCHECK --interval=10s --timeout=10s --start-period=60s CMD ["octavo", "health", "127.0.0.1:50051"]
 CMD ["scheduler", "--listen", "0.0.0.0:50051"]
 
 FROM runtime AS gateway
 COPY --from=gateway-venv /opt/octavo /opt/octavo
 EXPOSE 8000
-HEALTHCHECK --interval=10s --timeout=5s --start-period=60s CMD ["octavo", "health", "http://127.0.0.1:8000"]
+HEALTHCHECK --interval=10s --timeout=10s --start-period=60s CMD ["octavo", "health", "http://127.0.0.1:8000"]
 CMD ["gateway", "--listen", "0.0.0.0:8000"]
 
 FROM runtime AS worker-base
 EXPOSE 50061 9465
-HEALTHCHECK --interval=10s --timeout=5s --start-period=1800s CMD ["octavo", "health", "127.0.0.1:50061"]
+HEALTHCHECK --interval=10s --timeout=10s --start-period=1800s CMD ["octavo", "health", "127.0.0.1:50061"]
 CMD ["worker", "--listen", "0.0.0.0:50061"]
 
 FROM worker-base AS worker-vllm

@@ -319,6 +319,7 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="append", choices=["cpu", "tls"], help="default: both")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and tidy up
     with engine() as docker:
         build(docker, make_base(docker))
         told = {

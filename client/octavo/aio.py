@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
-from typing import Final, Self, Unpack
+from typing import Self, Unpack
 
 import grpc.aio
 
 from octavo._sdk import wire
 from octavo._sdk.batch import Batch
 from octavo._sdk.call import Call
-from octavo._sdk.channel import Connection, Endpoints, from_rpc, parse_api_key, parse_endpoints
+from octavo._sdk.channel import Endpoints, from_rpc, parse_api_key, parse_endpoints
 from octavo._sdk.core import Core
 from octavo._sdk.session import Patience, Transport
 from octavo.errors import OctavoError
@@ -38,8 +38,6 @@ from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import operations_pb2
 
 # grpc.health.v1: an empty request asks for the server as a whole, the answer's first field is its state.
-_HEALTH: Final = "/grpc.health.v1.Health/Check"
-_SERVING: Final = b"\x08\x01"
 
 
 class _Signal:
@@ -335,7 +333,7 @@ class AsyncClient:
         """Return whether the service takes work: it answers in time, has a worker, and is not draining."""
         try:
             async with asyncio.timeout(timeout):
-                return await self._core.unary(_is_serving)
+                return await self._core.serving()
         except (OctavoError, TimeoutError):
             return False
 
@@ -423,8 +421,3 @@ class AsyncClient:
 
     def _start(self, request: pb.GenerateRequest) -> AsyncStream:
         return AsyncStream(self._core.transport(), self._core.prepare(request))
-
-
-async def _is_serving(connection: Connection) -> bool:
-    check = connection.channel.unary_unary(_HEALTH, request_serializer=bytes, response_deserializer=bytes)
-    return bool(await check(b"") == _SERVING)

@@ -253,6 +253,28 @@ class Endpoints:
             await asyncio.sleep(delay)
             delay = min(delay * 2, 1.0)
 
+    async def serving(self, timeout_s: float) -> bool:
+        """Return whether one of them takes requests; calls go to that one from now on.
+
+        The one that calls went to may have given its workers back to another, and answer all the same.
+
+        Raises:
+            OctavoError: the call failed, or nothing was reached within `timeout_s`.
+        """
+        if await self.unary(_is_serving, timeout_s):
+            return True
+        if len(self) == 1:
+            return False
+        connection = await self.dial()
+        if not await _serves(connection):
+            await connection.close()
+            return False
+        self.prefer(connection.endpoint)
+        left, self._unary = self._unary, connection
+        if left is not None and left not in self._users:
+            await left.close()
+        return True
+
     async def once(self, endpoint: str | None, call: Callable[[Connection], Awaitable[_T]]) -> _T:
         """Make a call that must reach the scheduler that is meant, and none in its place: one attempt.
 
@@ -335,13 +357,17 @@ async def _dial(endpoint: str, metadata: tuple[tuple[str, str], ...]) -> Connect
 
 async def _serves(connection: Connection) -> bool:
     """Return whether a scheduler takes requests: it has workers, and does not drain."""
+    try:
+        return await _is_serving(connection)
+    except grpc.aio.AioRpcError as error:
+        return error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def _is_serving(connection: Connection) -> bool:
     check = connection.channel.unary_unary(
         HEALTH_METHOD, request_serializer=bytes, response_deserializer=bytes
     )
-    try:
-        return bytes(await check(b"", timeout=_HEALTH_TIMEOUT_S)) == SERVING
-    except grpc.aio.AioRpcError as error:
-        return error.code() is grpc.StatusCode.UNIMPLEMENTED
+    return bytes(await check(b"", timeout=_HEALTH_TIMEOUT_S)) == SERVING
 
 
 async def _why(connection: Connection) -> str:
