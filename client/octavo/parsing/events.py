@@ -38,26 +38,26 @@ Event = Content | Reasoning | CallBegun | CallArguments
 
 
 @dataclass(slots=True)
-class Block:
-    """Events of one kind that follow each other, together. A call has a name; `text` is its arguments then."""
+class Part:
+    """Events of one kind that follow each other. A call has a name, and its arguments as `text`."""
 
     kind: type[Content | Reasoning | CallBegun]
     text: str
     name: str = ""
 
 
-def blocks(events: Iterable[Event]) -> list[Block]:
-    """Return events as few blocks: how the text came in pieces does not show."""
-    found: list[Block] = []
+def parts(events: Iterable[Event]) -> list[Part]:
+    """Return events as few parts: how the text came in pieces does not show."""
+    found: list[Part] = []
     for event in events:
         match event:
             case CallBegun(name):
-                found.append(Block(CallBegun, "", name))
+                found.append(Part(CallBegun, "", name))
             case CallArguments(text):
                 found[-1].text += text
             case Content(text) | Reasoning(text):
                 if found and found[-1].kind is type(event):
                     found[-1].text += text
                 else:
-                    found.append(Block(type(event), text))
+                    found.append(Part(type(event), text))
     return found

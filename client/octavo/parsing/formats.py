@@ -140,8 +140,8 @@ class ToolFormat:
     read: Callable[[Pieces, Schemas], Steps[None]]
     in_special_tokens: bool = False
     """Its markers are special tokens, which are no text unless they are asked for."""
-    id_chars: int = 24
-    """Characters of a call's id, behind a prefix; templates of Mistral take 9 and no prefix."""
+    id_chars: int | None = None
+    """Length of a call's id, where the template insists on one."""
 
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
@@ -158,6 +158,8 @@ REASONING_FORMATS: Final[Mapping[str, tuple[str, str]]] = {
     "harmony": ("", ""),
 }
 """Begin and end of thoughts; those of `harmony` are in messages of their own."""
+THOUGHTS_BEGIN: Final = tuple(begin for begin, _ in REASONING_FORMATS.values() if begin)
+"""Prompts that end so have their output begin with thoughts."""
 
 
 def _xml_call(text: str, schemas: Schemas) -> tuple[str, str] | None:

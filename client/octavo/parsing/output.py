@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from octavo.parsing.events import Block, CallArguments, CallBegun, Event, blocks
+from octavo.parsing.events import CallArguments, CallBegun, Event, Part, parts
 from octavo.parsing.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -100,10 +100,10 @@ class OutputParser:
         return self._num_calls < 2 or not isinstance(event, CallBegun | CallArguments)
 
 
-def parse(text: str, form: OutputForm, *, in_reasoning: bool = False) -> list[Block]:
+def parse(text: str, form: OutputForm, *, in_reasoning: bool = False) -> list[Part]:
     """Return what is in a whole text."""
     parser = OutputParser(form, in_reasoning=in_reasoning)
-    return blocks([*parser.feed(text), *parser.close()])
+    return parts([*parser.feed(text), *parser.close()])
 
 
 def detect(template: str) -> tuple[str, str]:

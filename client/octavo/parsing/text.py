@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Generator
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from octavo.parsing.events import CallArguments, CallBegun, Content, Event, Reasoning
 
@@ -153,7 +153,7 @@ class Pieces:
             yield
 
     def up_to(self, marker: str) -> Steps[str | None]:
-        """Read and return the text before a marker, and the marker; None, having read nothing, without one."""
+        """Read a marker and return what comes before it; None, having read nothing, without one."""
         start = 0
         while (at := self.rest.find(marker, start)) < 0:
             if self.ended:
@@ -207,7 +207,7 @@ class Pieces:
         while True:
             header = _HEADER.match(self.rest)
             name = _text(header[1]) if header is not None else None
-            if header is not None and name in self.tools:
+            if header is not None and name is not None and name in self.tools:
                 self.take(header.end())
                 self.emit(CallBegun(name))
                 yield from self.arguments()
@@ -273,9 +273,9 @@ def _overlap(text: str, marker: str) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
 
 
-def _text(quoted: str) -> Any:
+def _text(quoted: str) -> str | None:
     try:
-        return json.loads(quoted)
+        return str(json.loads(quoted))
     except ValueError:
         return None
 

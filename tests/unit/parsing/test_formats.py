@@ -1,14 +1,16 @@
-"""Calls and thoughts in the texts of each family: found wherever the text is cut, and nothing else is lost."""
+# ruff: noqa: E501, ISC004 - texts of models, as they stand
+"""Calls and thoughts in the texts of each family: found wherever it is cut, and nothing else is lost."""
 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from octavo.parsing.events import Block, CallBegun, Content, Reasoning, blocks
+from octavo.parsing.events import CallBegun, Content, Part, Reasoning, parts
 from octavo.parsing.formats import TOOL_FORMATS
 from octavo.parsing.output import OutputForm, OutputParser, detect, parse
 
@@ -114,13 +116,13 @@ def form_of(name: str, reasoning: str = "") -> OutputForm:
     return OutputForm(name, reasoning, TOOLS)
 
 
-def as_told(found: list[Block]) -> list[Any]:
+def as_told(found: list[Part]) -> list[Any]:
     told: list[Any] = []
-    for block in found:
-        if block.kind is CallBegun:
-            told.append((block.name, json.loads(block.text)))
+    for part in found:
+        if part.kind is CallBegun:
+            told.append((part.name, json.loads(part.text)))
         else:
-            told.append(block.text if block.kind is Content else Reasoning(block.text))
+            told.append(part.text if part.kind is Content else Reasoning(part.text))
     return told
 
 
@@ -139,9 +141,9 @@ def test_text_cut_anywhere_gives_the_same(case: str, data: st.DataObject) -> Non
     name, text, _ = CASES[case]
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)) | {0, len(text)})
     parser = OutputParser(form_of(name))
-    events = [one for a, b in zip(cuts, cuts[1:], strict=False) for one in parser.feed(text[a:b])]
+    events = [one for a, b in pairwise(cuts) for one in parser.feed(text[a:b])]
 
-    assert blocks([*events, *parser.close()]) == parse(text, form_of(name))
+    assert parts([*events, *parser.close()]) == parse(text, form_of(name))
 
 
 SCRAPS = [
@@ -164,30 +166,30 @@ def test_any_text_piece_by_piece_is_as_the_whole_and_loses_no_words(
     form, text = form_of(name, reasoning), "".join(scraps)
     parser = OutputParser(form, in_reasoning=in_reasoning)
     events = [one for piece in scraps for one in parser.feed(piece)]
-    told = blocks([*events, *parser.close()])
+    told = parts([*events, *parser.close()])
 
     characters = OutputParser(form, in_reasoning=in_reasoning)
     one_by_one = [one for piece in text for one in characters.feed(piece)]
 
     assert told == parse(text, form, in_reasoning=in_reasoning)
-    assert told == blocks([*one_by_one, *characters.close()])
-    assert all(text.count("x") >= sum(block.text.count("x") for block in told) for _ in told)
-    if name == "hermes" and not reasoning and not any(block.kind is CallBegun for block in told):
-        assert "".join(block.text for block in told) == text
+    assert told == parts([*one_by_one, *characters.close()])
+    assert all(text.count("x") >= sum(part.text.count("x") for part in told) for _ in told)
+    if name == "hermes" and not reasoning and not any(part.kind is CallBegun for part in told):
+        assert "".join(part.text for part in told) == text
 
 
 def test_arguments_come_while_the_model_writes_them() -> None:
     parser = OutputParser(form_of("hermes"))
 
     assert parser.feed('<tool_call>{"name": "weather", "arguments": ') == []
-    assert blocks(parser.feed('{"city": "Par')) == [Block(CallBegun, '{"city": "Par', "weather")]
+    assert parts(parser.feed('{"city": "Par')) == [Part(CallBegun, '{"city": "Par', "weather")]
     assert [one.text for one in parser.feed('is"}') if not isinstance(one, CallBegun)] == ['is"}']
 
 
 def test_call_that_is_cut_short_keeps_what_there_is_of_it() -> None:
     found = parse('<tool_call>{"name": "weather", "arguments": {"city": "Par', form_of("hermes"))
 
-    assert found == [Block(CallBegun, '{"city": "Par', "weather")]
+    assert found == [Part(CallBegun, '{"city": "Par', "weather")]
 
 
 def test_only_the_first_call_is_passed_on_without_parallel_calls() -> None:
@@ -229,7 +231,7 @@ def test_forced_output_is_calls_whatever_the_format_of_the_model() -> None:
 def test_many_markers_without_a_call_do_not_have_the_text_read_again_and_again() -> None:
     text = "<tool_call>{" * 3000
 
-    assert parse(text, form_of("hermes")) == [Block(Content, text)]
+    assert parse(text, form_of("hermes")) == [Part(Content, text)]
 
 
 @pytest.mark.parametrize(
