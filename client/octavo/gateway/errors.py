@@ -88,7 +88,7 @@ MAX_FAULTS: Final = 8
 """That are named; the others are found when those are mended."""
 _MAX_MESSAGE: Final = 1000
 # What pydantic calls the members of unions.
-_MEMBERS: Final = frozenset({"str", "int", "float", "list"})
+_MEMBERS: Final = frozenset({"str", "int", "float", "list", "NamedTool", "ChosenTool", "AllowedTools"})
 # Where the parts of a request came from, by their path in the proto.
 _PARAMS: Final[Mapping[str, str]] = {
     "text": "prompt",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
@@ -42,8 +42,6 @@ class FunctionName(Strict):
 
 class NamedTool(Strict):
     """The function that the model calls."""
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"allowed_tools": (None,)}
 
     type: Literal["function"]
     function: FunctionName

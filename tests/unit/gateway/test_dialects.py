@@ -15,7 +15,8 @@ from tests.unit.gateway.scripted import Script, events_of, gateway_of
 FUNCTION = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TOOL = {"type": "function", **FUNCTION}
 ANTHROPIC_TOOL = {"name": "weather", "input_schema": FUNCTION["parameters"]}
-TEXT = '<think>\nHm.\n</think>\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TEXT = f"<think>\nHm.\n</think>\nI look.\n{CALL}"
 
 
 def thinking(**more: Any) -> Script:
@@ -312,7 +313,7 @@ async def test_errors_of_messages_are_in_the_shape_of_their_api() -> None:
         failed = list(events_of(await http.post("/messages", json=message(stream=True))))
         bad_key = await http.post("/messages", json=message(), headers={"x-api-key": "two words"})
 
-    assert refused.status_code == not_json.status_code == 400
+    assert (refused.status_code, not_json.status_code) == (400, 415)
     assert refused.json()["type"] == "error"
     assert refused.json()["error"]["type"] == "invalid_request_error"
     assert "max_tokens" in refused.json()["error"]["message"]

@@ -22,7 +22,7 @@ class InputPart(Strict):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"annotations": EMPTY, "logprobs": EMPTY}
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
-    text: str = ""
+    text: str | None = None
     refusal: str | None = None
 
 
