@@ -25,6 +25,8 @@ class ChatMessage:
     tool_calls: Sequence[Mapping[str, Any]] = ()
     """Tool calls of an assistant turn, as in the OpenAI API."""
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    """What the model had thought before an assistant turn. Templates may drop it."""
 
 
 Messages = str | Sequence[ChatMessage | Mapping[str, Any]]
@@ -104,6 +106,8 @@ class Accepted:
     """Prompt tokens that were trimmed away under load."""
     clamped_max_tokens: int | None = None
     """max_tokens in force, when it was lowered under load."""
+    in_reasoning: bool = False
+    """The output goes on with thoughts that the prompt begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,8 @@ class GenerateResult:
     """The random stream that was used: give it again to get the same output."""
     level: int | None = None
     """Degradation level of the service at admission, 0 to 4."""
+    in_reasoning: bool = False
+    """The output goes on with thoughts that the prompt begins."""
 
     @property
     def text(self) -> str:
@@ -232,6 +238,10 @@ class ModelInfo:
     """What a request gets that leaves temperature, top_p, top_k, min_p or repetition_penalty open."""
     aliases: tuple[str, ...] = ()
     """Further names that requests may use."""
+    tool_format: str = ""
+    """How its output has calls of tools; empty where that is not known."""
+    reasoning_format: str = ""
+    """How its output has thoughts; empty where it has none."""
 
 
 @dataclass(frozen=True, slots=True)

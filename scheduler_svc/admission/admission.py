@@ -267,6 +267,7 @@ class InputProcessor:
             model.eos_token_ids,
             trimmed_tokens=encoded.trimmed_tokens,
             clamped_max_tokens=sampling.max_tokens if lowered else None,
+            in_reasoning=encoded.in_reasoning,
         )
 
     async def encode(self, job: EncodeJob, size_bytes: int, payer: Payer = NOBODY) -> Encoded:

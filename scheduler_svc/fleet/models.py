@@ -15,6 +15,7 @@ from octavo.v1 import worker_pb2
 from tokenizers import Tokenizer
 
 from scheduler_svc.errors import ServiceError
+from scheduler_svc.text.chat import output_formats
 from scheduler_svc.text.detokenizer import Detokenizer, WindowDetokenizer
 from scheduler_svc.text.tokenization import TextSpec, special_tokens
 from scheduler_svc.text.tokenizer_pool import TokenizerPool
@@ -44,6 +45,9 @@ class ServedModel:
     defaults: SamplingParams
     """Complete but for seed, max_tokens and logprobs."""
     detokenizer: Detokenizer
+    tool_format: str = ""
+    """How its output has calls of tools, and thoughts; empty where that is not known."""
+    reasoning_format: str = ""
     aliases: tuple[str, ...] = ()
     """Further names that requests may use."""
     context: dict[str, int] = field(default_factory=dict)
@@ -234,6 +238,7 @@ class ModelRegistry:
             raise IncompatibleWorker(error.message) from None
         if detokenizer is None:
             detokenizer = await asyncio.to_thread(_window_detokenizer, spec.tokenizer_json)
+        tool_format, reasoning_format = output_formats(template) if template is not None else ("", "")
         return ServedModel(
             id=description.model_id,
             revision=description.revision,
@@ -245,6 +250,8 @@ class ModelRegistry:
             eos_token_ids=frozenset(description.eos_token_ids),
             defaults=_defaults(description),
             detokenizer=detokenizer,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
             aliases=tuple(description.aliases),
         )
 

@@ -48,6 +48,8 @@ class PreparedRequest:
     """Prompt tokens that were cut away under load."""
     clamped_max_tokens: int | None = None
     """max_tokens in force, when it was lowered."""
+    in_reasoning: bool = False
+    """The prompt ends with the beginning of thoughts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +138,7 @@ class RequestState:
         self._resumed = call.resumed
         self._trimmed_tokens = prepared.trimmed_tokens
         self._clamped_max_tokens = prepared.clamped_max_tokens
+        self._in_reasoning = prepared.in_reasoning
         self._outbox = outbox
         self._return_token_ids = call.return_token_ids
         self._skip_text = call.skip_text
@@ -216,6 +219,7 @@ class RequestState:
             accepted, request_id=self.request_id, prompt_tokens=self._prompt_tokens, seed=self._seed
         )
         message.trimmed_tokens = self._trimmed_tokens
+        message.in_reasoning = self._in_reasoning
         if self._clamped_max_tokens is not None:
             message.clamped_max_tokens = self._clamped_max_tokens
         self.account.accepted(accepted)

@@ -11,9 +11,10 @@ import json
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from octavo.parsing.formats import THOUGHTS_BEGIN
 from octavo.protocol import keys
 from octavo.v1 import generation_pb2 as pb
 from tokenizers import Tokenizer
@@ -114,6 +115,8 @@ class Encoded:
     pieces: list[str] = field(default_factory=list)
     trimmed_tokens: int = 0
     """Tokens of the prompt that were cut away."""
+    in_reasoning: bool = False
+    """It ends with the beginning of thoughts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,7 @@ class TextModel:
                 text = self._encode(job.text, "text", job, add_special_tokens=job.add_special_tokens)
                 return self._finish(cut(text, job.trim), "text", job)
             case EncodeChat():
-                return self._finish(self._encode_chat(job), "chat", job)
+                return self._encode_chat(job)
             case TakeTokens():
                 ids = self._unpack(job.tokens, "tokens.ids")
                 return self._finish(cut(ids, job.trim), "tokens.ids", job)
@@ -160,17 +163,20 @@ class TextModel:
             case MakeTable():
                 return self._table
 
-    def _encode_chat(self, job: EncodeChat) -> tuple[array[int], int]:
-        """Return a conversation's tokens, and how many were trimmed away."""
+    def _encode_chat(self, job: EncodeChat) -> Encoded:
+        """Return a conversation's prompt."""
         if self._template is None:
             raise InputError("chat", f"model {self._spec.model} has no chat template", "CHAT_TEMPLATE")
-        template = self._template
+        template, in_reasoning = self._template, False
 
         def encode(chat: pb.Chat) -> array[int]:
+            nonlocal in_reasoning
             text = template.render(chat, self._max_bytes(job))
+            in_reasoning = text.rstrip().endswith(THOUGHTS_BEGIN)
             return self._encode(text, "chat", job, add_special_tokens=False)
 
-        return trim_chat(pb.Chat.FromString(job.chat), encode, job.trim)
+        prompt = trim_chat(pb.Chat.FromString(job.chat), encode, job.trim)
+        return replace(self._finish(prompt, "chat", job), in_reasoning=in_reasoning)
 
     def _max_bytes(self, job: EncodeJob) -> int:
         """Return a size of text beyond which it cannot fit into the context."""

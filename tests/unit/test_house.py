@@ -60,7 +60,7 @@ FLOORS = {
         "status",
         "keys errors",
         "types",
-        "protocol structured",
+        "protocol structured parsing",
         "sampling service steptimes",
         "v1",
     ),

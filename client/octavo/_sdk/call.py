@@ -277,6 +277,7 @@ class Call:
             tuple(output.choice(index) for index, output in enumerate(self._outputs)),
             None if self.accepted is None else self.accepted.seed,
             None if self.accepted is None else self.accepted.level,
+            self.accepted is not None and self.accepted.in_reasoning,
         )
 
 

@@ -138,7 +138,7 @@ def chat(messages: Messages, options: Mapping[str, Any]) -> pb.Chat:
         one = turn if isinstance(turn, ChatMessage) else _turn(index, turn)
         proto = message.messages.add()
         path = f"chat.messages[{index}]"
-        for name in ("role", "content", "name", "tool_call_id"):
+        for name in ("role", "content", "name", "tool_call_id", "reasoning"):
             value = getattr(one, name)
             if value is not None:
                 with naming(f"{path}.{name}"):
@@ -281,6 +281,7 @@ def accepted(message: pb.Accepted) -> Accepted:
         seed=message.seed,
         trimmed_tokens=message.trimmed_tokens,
         clamped_max_tokens=given(message, "clamped_max_tokens"),
+        in_reasoning=message.in_reasoning,
     )
 
 
@@ -335,6 +336,8 @@ def model_info(message: pb.Model) -> ModelInfo:
         workers=message.workers,
         generation_defaults=_defaults(message.generation_defaults),
         aliases=tuple(message.aliases),
+        tool_format=message.tool_format,
+        reasoning_format=message.reasoning_format,
     )
 
 

@@ -17,6 +17,7 @@ from octavo.gateway.schemas import (
     Message,
     StructuredOutputs,
 )
+from octavo.gateway.tools import ToolUse, tool_use
 from octavo.protocol.bounds import short
 from octavo.sampling import SamplingParams, StructuredOutput
 from octavo.types import ChatMessage, ChatOptions, GenerateOptions, Prompt, TemplateOptions
@@ -56,6 +57,9 @@ class ChatJob:
 
     messages: list[ChatMessage]
     options: ChatOptions
+    template: TemplateOptions
+    """Of the options, how the conversation is rendered."""
+    tools: ToolUse
 
 
 def completion_prompts(request: CompletionRequest) -> list[Prompt]:
@@ -88,16 +92,26 @@ def chat_job(request: ChatRequest, headers: Mapping[str, str]) -> ChatJob:
         options["max_tokens"] = max_tokens
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
-    options.update(
-        template_options(request.tools, request.chat_template_kwargs, request.add_generation_prompt)
-    )
-    return ChatJob(chat_messages(request.messages), cast("ChatOptions", options))
+    tools = [tool.model_dump(exclude_unset=True) for tool in request.tools or ()]
+    template = template_options(tools, _template_vars(request), request.add_generation_prompt)
+    options.update(template)
+    use = tool_use(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+    if use.forced:
+        options["structured"] = use.structured()
+    return ChatJob(chat_messages(request.messages), cast("ChatOptions", options), template, use)
+
+
+def _template_vars(request: ChatRequest) -> dict[str, Any]:
+    """Return the variables of the template; those given by name go before what the effort means."""
+    effort = request.reasoning_effort
+    found = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return {**found, **(request.chat_template_kwargs or {})}
 
 
 def chat_messages(messages: list[Message]) -> list[ChatMessage]:
     """Return a conversation."""
     return [
-        ChatMessage(turn.role, turn.text, turn.name, turn.tool_calls or (), turn.tool_call_id)
+        ChatMessage(turn.role, turn.text, turn.name, turn.tool_calls or (), turn.tool_call_id, turn.thoughts)
         for turn in messages
     ]
 
@@ -186,13 +200,13 @@ def _count(name: str, value: str) -> int:
 def bearer_key(headers: Mapping[str, str]) -> str:
     """Return the API key of a request, empty when it has none: never the gateway's own.
 
+    It is a bearer token, or in the header that Anthropic's clients use.
+
     Raises:
         GatewayError: nobody can have such a key, since it cannot be passed on.
     """
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        return ""
-    key = given.strip()
+    key = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
     try:
         check_api_key(key)
     except InvalidRequestError as error:

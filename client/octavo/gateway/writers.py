@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring
 from typing import Any, Final
 
-from octavo.gateway.logprobs import ChatLogprobs, CompletionLogprobs
-from octavo.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from octavo.gateway.errors import Failure
+from octavo.gateway.logprobs import CompletionLogprobs
+from octavo.gateway.schemas import CompletionRequest, GenerationRequest
 from octavo.types import Choice, Delta, Progress, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
-_quote: Final[Callable[[str], str]] = encode_basestring
+quote: Final[Callable[[str], str]] = encode_basestring
 # Ends of lines to `str.splitlines` and its like that JSON leaves raw. An event is one line to everybody.
 _LINE_ENDS: Final = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
@@ -30,10 +31,10 @@ def to_json(value: object) -> bytes:
 
 def event(value: object) -> bytes:
     """Return an event of a stream."""
-    return b"data: " + _encoded(to_json(value).decode()) + b"\n\n"
+    return b"data: " + encoded_lines(to_json(value).decode()) + b"\n\n"
 
 
-def _encoded(json_text: str) -> bytes:
+def encoded_lines(json_text: str) -> bytes:
     """Return JSON in UTF-8, escaping what some readers of streams split lines at."""
     if not json_text.isascii():
         for end, escaped in _LINE_ENDS.items():
@@ -70,7 +71,38 @@ def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:
 
 
 class Writer(ABC):
-    """Writes the answer to one request, whole or as events.
+    """Writes the answer to one request, whole or as events."""
+
+    @abstractmethod
+    def events(
+        self, progress: Progress, first_choice: int, prompt_tokens: int, *, in_reasoning: bool = False
+    ) -> bytes:
+        """Return the events for what came of the prompt whose choices begin at `first_choice`.
+
+        `in_reasoning`: the output goes on with thoughts that the prompt begins.
+        """
+
+    @abstractmethod
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        """Return the events that end a stream."""
+
+    @abstractmethod
+    def whole(
+        self, choices: Sequence[Choice], usages: Sequence[Usage], *, in_reasoning: bool = False
+    ) -> bytes:
+        """Return an answer; `choices` are those of all prompts, in order."""
+
+    def refusal(self, failure: Failure) -> bytes:
+        """Return the answer of a request that failed."""
+        return failure.encoded()
+
+    def failed(self, failure: Failure) -> bytes:
+        """Return the event that ends a stream which failed. Clients take it for an error."""
+        return event(failure.body)
+
+
+class ChoicesWriter(Writer):
+    """Writes choices, as OpenAI's older endpoints have them.
 
     `choice` counts through all prompts: choice j of prompt i is number i * n + j.
     """
@@ -87,22 +119,26 @@ class Writer(ABC):
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
         self._num_tokens = [0] * num_choices
+        self._in_reasoning = False
         self._begin = (
-            f'data: {{"id":{_quote(head.id)},"object":"{self.object_event}","created":{head.created},'
-            f'"model":{_quote(head.model)},"choices":[{{"index":'
+            f'data: {{"id":{quote(head.id)},"object":"{self.object_event}","created":{head.created},'
+            f'"model":{quote(head.model)},"choices":[{{"index":'
         )
 
     # Events --------------------------------------------------------------------------------------
 
-    def events(self, progress: Progress, first_choice: int, prompt_tokens: int) -> bytes:
+    def events(
+        self, progress: Progress, first_choice: int, prompt_tokens: int, *, in_reasoning: bool = False
+    ) -> bytes:
         """Return the events for what came of the prompt whose choices begin at `first_choice`."""
+        self._in_reasoning = in_reasoning
         ended = {choice.index: choice for choice in progress.ended}
         parts: list[str] = []
         for delta in progress.deltas:
             parts += self._event(delta, first_choice, ended.pop(delta.choice, None), prompt_tokens)
         for choice in ended.values():
             parts += self._event(Delta(choice.index, "", ()), first_choice, choice, prompt_tokens)
-        return _encoded("".join(parts))
+        return encoded_lines("".join(parts))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         """Return the events that end a stream."""
@@ -125,9 +161,12 @@ class Writer(ABC):
 
     def _event(self, delta: Delta, first_choice: int, ended: Choice | None, prompt_tokens: int) -> list[str]:
         index = first_choice + delta.choice
-        parts = [self._begin, str(index), ",", self._delta(index, delta)]
+        output = self._delta(index, delta, ended)
+        if not output:
+            return []
+        parts = [self._begin, str(index), ",", output]
         if ended is not None:
-            for name, value in self._finish(ended).items():
+            for name, value in self._finish(index, ended).items():
                 parts.append(f',"{name}":{json.dumps(value, ensure_ascii=False)}')
         else:
             parts.append(',"finish_reason":null')
@@ -143,20 +182,26 @@ class Writer(ABC):
         parts.append("}\n\n")
         return parts
 
-    def _finish(self, choice: Choice) -> dict[str, Any]:
+    def _finish(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return why a choice ended. As with `vllm serve`, an end-of-sequence token is no `stop_reason`."""
-        reason = choice.finish_reason.name.lower() if choice.finish_reason is not None else None
         told = isinstance(choice.stop, str) or choice.stop in self._stop_token_ids
-        return {"finish_reason": reason, "stop_reason": choice.stop if told else None}
+        return {"finish_reason": self._reason(index, choice), "stop_reason": choice.stop if told else None}
+
+    def _reason(self, index: int, choice: Choice) -> str | None:
+        del index
+        return choice.finish_reason.name.lower() if choice.finish_reason is not None else None
 
     @abstractmethod
-    def _delta(self, index: int, delta: Delta) -> str:
-        """Return the members of a choice in an event that hold its output."""
+    def _delta(self, index: int, delta: Delta, ended: Choice | None) -> str:
+        """Return the members of a choice in an event that hold its output; "" when there is no event yet."""
 
     # Whole answers -------------------------------------------------------------------------------
 
-    def whole(self, choices: Sequence[Choice], usages: Sequence[Usage]) -> bytes:
+    def whole(
+        self, choices: Sequence[Choice], usages: Sequence[Usage], *, in_reasoning: bool = False
+    ) -> bytes:
         """Return an answer; `choices` are those of all prompts, in order."""
+        self._in_reasoning = in_reasoning
         head = self._head
         return to_json(
             {
@@ -170,7 +215,7 @@ class Writer(ABC):
         )
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        found = {"index": index, **self._output(index, choice), **self._finish(choice)}
+        found = {"index": index, **self._output(index, choice), **self._finish(index, choice)}
         if self._with_ids:
             found["token_ids"] = list(choice.token_ids)
         return found
@@ -180,7 +225,7 @@ class Writer(ABC):
         """Return the members of a whole choice that hold its output."""
 
 
-class CompletionWriter(Writer):
+class CompletionWriter(ChoicesWriter):
     """Answers of /v1/completions."""
 
     object_whole = object_event = "text_completion"
@@ -195,49 +240,15 @@ class CompletionWriter(Writer):
             else None
         )
 
-    def _delta(self, index: int, delta: Delta) -> str:
+    def _delta(self, index: int, delta: Delta, ended: Choice | None) -> str:
         text = delta.text
         if self._echoes[index]:
             text, self._echoes[index] = self._echoes[index] + text, ""
         if self._logprobs is None:
-            return f'"text":{_quote(text)},"logprobs":null'
+            return f'"text":{quote(text)},"logprobs":null'
         logprobs = json.dumps(self._logprobs[index].take(delta.logprobs), ensure_ascii=False)
-        return f'"text":{_quote(text)},"logprobs":{logprobs}'
+        return f'"text":{quote(text)},"logprobs":{logprobs}'
 
     def _output(self, index: int, choice: Choice) -> dict[str, Any]:
         logprobs = self._logprobs[index].take(choice.logprobs) if self._logprobs is not None else None
         return {"text": self._echoes[index] + choice.text, "logprobs": logprobs}
-
-
-class ChatWriter(Writer):
-    """Answers of /v1/chat/completions."""
-
-    object_whole = "chat.completion"
-    object_event = "chat.completion.chunk"
-
-    def __init__(self, request: ChatRequest, head: Head) -> None:
-        num_choices = request.n or 1
-        super().__init__(request, head, num_choices)
-        self._begun = [False] * num_choices
-        self._logprobs = (
-            [ChatLogprobs(as_ids=self._as_ids) for _ in range(num_choices)] if request.logprobs else None
-        )
-
-    def _event(self, delta: Delta, first_choice: int, ended: Choice | None, prompt_tokens: int) -> list[str]:
-        parts = super()._event(delta, first_choice, ended, prompt_tokens)
-        if self._begun[delta.choice]:
-            return parts
-        self._begun[delta.choice] = True
-        role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
-        return [self._begin, str(delta.choice), ",", role, *parts]
-
-    def _delta(self, index: int, delta: Delta) -> str:
-        if self._logprobs is None:
-            return f'"delta":{{"content":{_quote(delta.text)}}},"logprobs":null'
-        logprobs = json.dumps(self._logprobs[index].take(delta.logprobs), ensure_ascii=False)
-        return f'"delta":{{"content":{_quote(delta.text)}}},"logprobs":{logprobs}'
-
-    def _output(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = self._logprobs[index].take(choice.logprobs) if self._logprobs is not None else None
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {"message": message, "logprobs": logprobs}

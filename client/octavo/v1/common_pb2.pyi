@@ -347,6 +347,7 @@ class ChatMessage(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     TOOL_CALLS_JSON_FIELD_NUMBER: builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
     role: builtins.str
     """system, user, assistant or tool; what else is allowed is up to the model's template."""
     content: builtins.str
@@ -354,6 +355,8 @@ class ChatMessage(google.protobuf.message.Message):
     tool_calls_json: builtins.str
     """Tool calls of an assistant turn, as the JSON list of the OpenAI API."""
     tool_call_id: builtins.str
+    reasoning: builtins.str
+    """What the model had thought before an assistant turn. Templates may drop it."""
     def __init__(
         self,
         *,
@@ -362,11 +365,14 @@ class ChatMessage(google.protobuf.message.Message):
         name: builtins.str | None = ...,
         tool_calls_json: builtins.str | None = ...,
         tool_call_id: builtins.str | None = ...,
+        reasoning: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_name", b"_name", "_tool_call_id", b"_tool_call_id", "_tool_calls_json", b"_tool_calls_json", "name", b"name", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_name", b"_name", "_tool_call_id", b"_tool_call_id", "_tool_calls_json", b"_tool_calls_json", "content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_name", b"_name", "_reasoning", b"_reasoning", "_tool_call_id", b"_tool_call_id", "_tool_calls_json", b"_tool_calls_json", "name", b"name", "reasoning", b"reasoning", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_name", b"_name", "_reasoning", b"_reasoning", "_tool_call_id", b"_tool_call_id", "_tool_calls_json", b"_tool_calls_json", "content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_name", b"_name"]) -> typing.Literal["name"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_reasoning", b"_reasoning"]) -> typing.Literal["reasoning"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tool_call_id", b"_tool_call_id"]) -> typing.Literal["tool_call_id"] | None: ...
     @typing.overload

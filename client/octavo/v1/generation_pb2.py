@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from octavo.v1 import common_pb2 as octavo_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoctavo/v1/generation.proto\x12\toctavo.v1\x1a\x16octavo/v1/common.proto\"\xac\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12%\n\x06tokens\x18\x04 \x01(\x0b\x32\x13.octavo.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.octavo.v1.ChatH\x00\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12&\n\x05terms\x18\x07 \x01(\x0b\x32\x17.octavo.v1.ServiceTerms\x12(\n\x06resume\x18\x08 \x03(\x0b\x32\x18.octavo.v1.ResumedChoice\x12\x18\n\x10return_token_ids\x18\t \x01(\x08\x12\x11\n\tskip_text\x18\n \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x0b \x01(\x08\x12\x14\n\x07\x61pi_key\x18\x0c \x01(\tH\x01\x88\x01\x01\x12*\n\x0b\x61\x63\x63\x65pted_as\x18\r \x01(\x0b\x32\x15.octavo.v1.AcceptedAsB\x07\n\x05inputB\n\n\x08_api_key\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xce\x01\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\x12\x17\n\ntools_json\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1f\n\x12template_vars_json\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\r\n\x0b_tools_jsonB\x15\n\x13_template_vars_jsonB\x18\n\x16_add_generation_prompt\"Y\n\rResumedChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x13\n\x0bshown_bytes\x18\x03 \x01(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"[\n\nAcceptedAs\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x1f\n\x12\x63lamped_max_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x15\n\x13_clamped_max_tokens\"\xe7\x02\n\x0cServiceTerms\x12%\n\x08priority\x18\x01 \x01(\x0e\x32\x13.octavo.v1.Priority\x12\x1d\n\x10queue_timeout_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10ttft_deadline_ms\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x10\n\x08may_trim\x18\x05 \x01(\x08\x12\x1d\n\x10keep_head_tokens\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x1d\n\x10keep_tail_tokens\x18\x07 \x01(\rH\x04\x88\x01\x01\x12\x10\n\x08may_shed\x18\x08 \x01(\x08\x12\x12\n\ncache_salt\x18\t \x01(\tB\x13\n\x11_queue_timeout_msB\x13\n\x11_ttft_deadline_msB\x0e\n\x0c_deadline_msB\x13\n\x11_keep_head_tokensB\x13\n\x11_keep_tail_tokens\"\xb6\x01\n\rGenerateEvent\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x13.octavo.v1.AcceptedH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.octavo.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x13.octavo.v1.FinishedH\x00\x12\'\n\x08progress\x18\x04 \x01(\x0b\x32\x13.octavo.v1.ProgressH\x00\x42\x07\n\x05\x65vent\"\xf0\x01\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0equeue_position\x18\x02 \x01(\r\x12\x1e\n\x11\x65stimated_wait_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\r\n\x05level\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x16\n\x0etrimmed_tokens\x18\x07 \x01(\r\x12\x1f\n\x12\x63lamped_max_tokens\x18\x08 \x01(\rH\x01\x88\x01\x01\x42\x14\n\x12_estimated_wait_msB\x15\n\x13_clamped_max_tokens\"d\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.octavo.v1.TokenLogprobs\"f\n\x08Progress\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.octavo.v1.WaitReason\x12\x11\n\twaited_ms\x18\x02 \x01(\r\x12\x14\n\x07left_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_left_ms\"\xfe\x01\n\x08\x46inished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.octavo.v1.Usage\x12#\n\x07timings\x18\x04 \x01(\x0b\x32\x12.octavo.v1.Timings\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x0e\n\x04stop\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12$\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x10.octavo.v1.ErrorH\x01\x88\x01\x01\x42\x0c\n\nstopped_byB\x08\n\x06_error\"\xd5\x01\n\x0eSessionRequest\x12.\n\x08generate\x18\x01 \x01(\x0b\x32\x1a.octavo.v1.GenerateRequestH\x00\x12*\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x18.octavo.v1.CancelRequestH\x00\x12&\n\x04open\x18\x03 \x01(\x0b\x32\x16.octavo.v1.OpenSessionH\x00\x12\x34\n\rgenerate_many\x18\x04 \x01(\x0b\x32\x1b.octavo.v1.GenerateRequestsH\x00\x42\t\n\x07message\"@\n\x10GenerateRequests\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.octavo.v1.GenerateRequest\"\x1c\n\x0bOpenSession\x12\r\n\x05paced\x18\x01 \x01(\x08\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"H\n\x0cSessionEvent\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.octavo.v1.RequestEvent\x12\x0f\n\x07\x63redits\x18\x02 \x01(\r\"\xec\x01\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x13.octavo.v1.AcceptedH\x00\x12!\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x10.octavo.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.octavo.v1.FinishedH\x00\x12!\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x10.octavo.v1.ErrorH\x00\x12\'\n\x08progress\x18\x06 \x01(\x0b\x32\x13.octavo.v1.ProgressH\x00\x42\x07\n\x05\x65vent\"\xa9\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.octavo.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\rreturn_pieces\x18\x05 \x01(\x08\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"L\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06pieces\x18\x02 \x03(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.octavo.v1.Model\"\xd7\x01\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x06 \x03(\t\x12\x0f\n\x07workers\x18\x07 \x01(\r\x12\x36\n\x13generation_defaults\x18\x08 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12\x0f\n\x07\x61liases\x18\t \x03(\t*D\n\nWaitReason\x12\x1b\n\x17WAIT_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15WAIT_REASON_NO_WORKER\x10\x01\x32\xee\x02\n\nGeneration\x12\x42\n\x08Generate\x12\x1a.octavo.v1.GenerateRequest\x1a\x18.octavo.v1.GenerateEvent0\x01\x12\x41\n\x07Session\x12\x19.octavo.v1.SessionRequest\x1a\x17.octavo.v1.SessionEvent(\x01\x30\x01\x12\x43\n\x08Tokenize\x12\x1a.octavo.v1.TokenizeRequest\x1a\x1b.octavo.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.octavo.v1.DetokenizeRequest\x1a\x1d.octavo.v1.DetokenizeResponse\x12I\n\nListModels\x12\x1c.octavo.v1.ListModelsRequest\x1a\x1d.octavo.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoctavo/v1/generation.proto\x12\toctavo.v1\x1a\x16octavo/v1/common.proto\"\xac\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12%\n\x06tokens\x18\x04 \x01(\x0b\x32\x13.octavo.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.octavo.v1.ChatH\x00\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12&\n\x05terms\x18\x07 \x01(\x0b\x32\x17.octavo.v1.ServiceTerms\x12(\n\x06resume\x18\x08 \x03(\x0b\x32\x18.octavo.v1.ResumedChoice\x12\x18\n\x10return_token_ids\x18\t \x01(\x08\x12\x11\n\tskip_text\x18\n \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x0b \x01(\x08\x12\x14\n\x07\x61pi_key\x18\x0c \x01(\tH\x01\x88\x01\x01\x12*\n\x0b\x61\x63\x63\x65pted_as\x18\r \x01(\x0b\x32\x15.octavo.v1.AcceptedAsB\x07\n\x05inputB\n\n\x08_api_key\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xce\x01\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\x12\x17\n\ntools_json\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1f\n\x12template_vars_json\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\r\n\x0b_tools_jsonB\x15\n\x13_template_vars_jsonB\x18\n\x16_add_generation_prompt\"Y\n\rResumedChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x13\n\x0bshown_bytes\x18\x03 \x01(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"[\n\nAcceptedAs\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x1f\n\x12\x63lamped_max_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x15\n\x13_clamped_max_tokens\"\xe7\x02\n\x0cServiceTerms\x12%\n\x08priority\x18\x01 \x01(\x0e\x32\x13.octavo.v1.Priority\x12\x1d\n\x10queue_timeout_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10ttft_deadline_ms\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x10\n\x08may_trim\x18\x05 \x01(\x08\x12\x1d\n\x10keep_head_tokens\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x1d\n\x10keep_tail_tokens\x18\x07 \x01(\rH\x04\x88\x01\x01\x12\x10\n\x08may_shed\x18\x08 \x01(\x08\x12\x12\n\ncache_salt\x18\t \x01(\tB\x13\n\x11_queue_timeout_msB\x13\n\x11_ttft_deadline_msB\x0e\n\x0c_deadline_msB\x13\n\x11_keep_head_tokensB\x13\n\x11_keep_tail_tokens\"\xb6\x01\n\rGenerateEvent\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x13.octavo.v1.AcceptedH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.octavo.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x13.octavo.v1.FinishedH\x00\x12\'\n\x08progress\x18\x04 \x01(\x0b\x32\x13.octavo.v1.ProgressH\x00\x42\x07\n\x05\x65vent\"\x86\x02\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0equeue_position\x18\x02 \x01(\r\x12\x1e\n\x11\x65stimated_wait_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\r\n\x05level\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x16\n\x0etrimmed_tokens\x18\x07 \x01(\r\x12\x1f\n\x12\x63lamped_max_tokens\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0cin_reasoning\x18\x13 \x01(\x08\x42\x14\n\x12_estimated_wait_msB\x15\n\x13_clamped_max_tokens\"d\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.octavo.v1.TokenLogprobs\"f\n\x08Progress\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.octavo.v1.WaitReason\x12\x11\n\twaited_ms\x18\x02 \x01(\r\x12\x14\n\x07left_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_left_ms\"\xfe\x01\n\x08\x46inished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.octavo.v1.Usage\x12#\n\x07timings\x18\x04 \x01(\x0b\x32\x12.octavo.v1.Timings\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x0e\n\x04stop\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12$\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x10.octavo.v1.ErrorH\x01\x88\x01\x01\x42\x0c\n\nstopped_byB\x08\n\x06_error\"\xd5\x01\n\x0eSessionRequest\x12.\n\x08generate\x18\x01 \x01(\x0b\x32\x1a.octavo.v1.GenerateRequestH\x00\x12*\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x18.octavo.v1.CancelRequestH\x00\x12&\n\x04open\x18\x03 \x01(\x0b\x32\x16.octavo.v1.OpenSessionH\x00\x12\x34\n\rgenerate_many\x18\x04 \x01(\x0b\x32\x1b.octavo.v1.GenerateRequestsH\x00\x42\t\n\x07message\"@\n\x10GenerateRequests\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.octavo.v1.GenerateRequest\"\x1c\n\x0bOpenSession\x12\r\n\x05paced\x18\x01 \x01(\x08\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"H\n\x0cSessionEvent\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.octavo.v1.RequestEvent\x12\x0f\n\x07\x63redits\x18\x02 \x01(\r\"\xec\x01\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x13.octavo.v1.AcceptedH\x00\x12!\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x10.octavo.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.octavo.v1.FinishedH\x00\x12!\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x10.octavo.v1.ErrorH\x00\x12\'\n\x08progress\x18\x06 \x01(\x0b\x32\x13.octavo.v1.ProgressH\x00\x42\x07\n\x05\x65vent\"\xa9\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.octavo.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\rreturn_pieces\x18\x05 \x01(\x08\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"L\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06pieces\x18\x02 \x03(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.octavo.v1.Model\"\x86\x02\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x06 \x03(\t\x12\x0f\n\x07workers\x18\x07 \x01(\r\x12\x36\n\x13generation_defaults\x18\x08 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12\x0f\n\x07\x61liases\x18\t \x03(\t\x12\x13\n\x0btool_format\x18\x14 \x01(\t\x12\x18\n\x10reasoning_format\x18\x15 \x01(\t*D\n\nWaitReason\x12\x1b\n\x17WAIT_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15WAIT_REASON_NO_WORKER\x10\x01\x32\xee\x02\n\nGeneration\x12\x42\n\x08Generate\x12\x1a.octavo.v1.GenerateRequest\x1a\x18.octavo.v1.GenerateEvent0\x01\x12\x41\n\x07Session\x12\x19.octavo.v1.SessionRequest\x1a\x17.octavo.v1.SessionEvent(\x01\x30\x01\x12\x43\n\x08Tokenize\x12\x1a.octavo.v1.TokenizeRequest\x1a\x1b.octavo.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.octavo.v1.DetokenizeRequest\x1a\x1d.octavo.v1.DetokenizeResponse\x12I\n\nListModels\x12\x1c.octavo.v1.ListModelsRequest\x1a\x1d.octavo.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'octavo.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WAITREASON']._serialized_start=3494
-  _globals['_WAITREASON']._serialized_end=3562
+  _globals['_WAITREASON']._serialized_start=3563
+  _globals['_WAITREASON']._serialized_end=3631
   _globals['_GENERATEREQUEST']._serialized_start=66
   _globals['_GENERATEREQUEST']._serialized_end=494
   _globals['_TOKENIDS']._serialized_start=496
@@ -49,39 +49,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEEVENT']._serialized_start=1277
   _globals['_GENERATEEVENT']._serialized_end=1459
   _globals['_ACCEPTED']._serialized_start=1462
-  _globals['_ACCEPTED']._serialized_end=1702
-  _globals['_DELTA']._serialized_start=1704
-  _globals['_DELTA']._serialized_end=1804
-  _globals['_PROGRESS']._serialized_start=1806
-  _globals['_PROGRESS']._serialized_end=1908
-  _globals['_FINISHED']._serialized_start=1911
-  _globals['_FINISHED']._serialized_end=2165
-  _globals['_SESSIONREQUEST']._serialized_start=2168
-  _globals['_SESSIONREQUEST']._serialized_end=2381
-  _globals['_GENERATEREQUESTS']._serialized_start=2383
-  _globals['_GENERATEREQUESTS']._serialized_end=2447
-  _globals['_OPENSESSION']._serialized_start=2449
-  _globals['_OPENSESSION']._serialized_end=2477
-  _globals['_CANCELREQUEST']._serialized_start=2479
-  _globals['_CANCELREQUEST']._serialized_end=2514
-  _globals['_SESSIONEVENT']._serialized_start=2516
-  _globals['_SESSIONEVENT']._serialized_end=2588
-  _globals['_REQUESTEVENT']._serialized_start=2591
-  _globals['_REQUESTEVENT']._serialized_end=2827
-  _globals['_TOKENIZEREQUEST']._serialized_start=2830
-  _globals['_TOKENIZEREQUEST']._serialized_end=2999
-  _globals['_TOKENIZERESPONSE']._serialized_start=3001
-  _globals['_TOKENIZERESPONSE']._serialized_end=3077
-  _globals['_DETOKENIZEREQUEST']._serialized_start=3079
-  _globals['_DETOKENIZEREQUEST']._serialized_end=3161
-  _globals['_DETOKENIZERESPONSE']._serialized_start=3163
-  _globals['_DETOKENIZERESPONSE']._serialized_end=3197
-  _globals['_LISTMODELSREQUEST']._serialized_start=3199
-  _globals['_LISTMODELSREQUEST']._serialized_end=3218
-  _globals['_LISTMODELSRESPONSE']._serialized_start=3220
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3274
-  _globals['_MODEL']._serialized_start=3277
-  _globals['_MODEL']._serialized_end=3492
-  _globals['_GENERATION']._serialized_start=3565
-  _globals['_GENERATION']._serialized_end=3931
+  _globals['_ACCEPTED']._serialized_end=1724
+  _globals['_DELTA']._serialized_start=1726
+  _globals['_DELTA']._serialized_end=1826
+  _globals['_PROGRESS']._serialized_start=1828
+  _globals['_PROGRESS']._serialized_end=1930
+  _globals['_FINISHED']._serialized_start=1933
+  _globals['_FINISHED']._serialized_end=2187
+  _globals['_SESSIONREQUEST']._serialized_start=2190
+  _globals['_SESSIONREQUEST']._serialized_end=2403
+  _globals['_GENERATEREQUESTS']._serialized_start=2405
+  _globals['_GENERATEREQUESTS']._serialized_end=2469
+  _globals['_OPENSESSION']._serialized_start=2471
+  _globals['_OPENSESSION']._serialized_end=2499
+  _globals['_CANCELREQUEST']._serialized_start=2501
+  _globals['_CANCELREQUEST']._serialized_end=2536
+  _globals['_SESSIONEVENT']._serialized_start=2538
+  _globals['_SESSIONEVENT']._serialized_end=2610
+  _globals['_REQUESTEVENT']._serialized_start=2613
+  _globals['_REQUESTEVENT']._serialized_end=2849
+  _globals['_TOKENIZEREQUEST']._serialized_start=2852
+  _globals['_TOKENIZEREQUEST']._serialized_end=3021
+  _globals['_TOKENIZERESPONSE']._serialized_start=3023
+  _globals['_TOKENIZERESPONSE']._serialized_end=3099
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3101
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3183
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3185
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3219
+  _globals['_LISTMODELSREQUEST']._serialized_start=3221
+  _globals['_LISTMODELSREQUEST']._serialized_end=3240
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3242
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3296
+  _globals['_MODEL']._serialized_start=3299
+  _globals['_MODEL']._serialized_end=3561
+  _globals['_GENERATION']._serialized_start=3634
+  _globals['_GENERATION']._serialized_end=4000
 # @@protoc_insertion_point(module_scope)
