@@ -62,10 +62,6 @@ class Attack:
             child.signal(signal.SIGTERM)
             await stack.settled(_BACK_WITHIN_S, idle=False, without=former)
 
-    def _poisoned(self) -> list[ops.Fault]:
-        poison = self._stack.poison
-        return [] if poison is None else [ops.Fault(kind=ops.FAULT_KIND_CRASH, token_id=poison)]
-
     async def _perform(self, action: Action) -> None:
         what = KINDS[action.kind][0]
         at = time.monotonic()
@@ -115,7 +111,7 @@ class Attack:
         process = worker.process
         if action.kind == "hang":
             self._stack.strike(worker)
-        await self._stack.inject(worker, *self._poisoned(), fault)
+        await self._stack.inject(worker, fault)
         if action.kind == "hang":
             await asyncio.sleep(action.seconds)
             if worker.process is process:

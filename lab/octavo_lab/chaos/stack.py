@@ -214,8 +214,10 @@ class ChaosStack(Stack):
             await asyncio.sleep(3 * _POLL_S)
 
     async def inject(self, worker: Child, *faults: ops.Fault) -> bool:
-        """Put faults in force on a worker in place of others; return whether a scheduler could tell it."""
+        """Put faults in force on a worker, beside poison; return whether a scheduler could tell it."""
         request = ops.SetFaultsRequest(worker_id=worker.address, faults=faults)
+        if self.poison is not None:
+            request.faults.add(kind=ops.FAULT_KIND_CRASH, token_id=self.poison)
         for scheduler in self.schedulers:
             async with grpc.aio.insecure_channel(scheduler.address) as channel:
                 stub = cast("ops_grpc.OperationsAsyncStub", ops_grpc.OperationsStub(channel))
