@@ -16,7 +16,7 @@ from octavo.v1 import operations_pb2 as ops
 
 from octavo_lab.chaos import floods
 from octavo_lab.chaos.links import WAYS, Links
-from octavo_lab.chaos.schedule import KINDS, Action
+from octavo_lab.chaos.schedule import KINDS, TAKES_AWAY, Action
 from octavo_lab.chaos.stack import ChaosStack, send
 
 _BACK_WITHIN_S: Final = 180.0
@@ -80,6 +80,9 @@ class Attack:
             self.done.append(Done(action, at, ""))
             return
         child = children[action.target % len(children)]
+        if action.kind in TAKES_AWAY and stack.spares and not await stack.ready() - {child.address}:
+            self.done.append(Done(action, at, ""))
+            return
         self.done.append(Done(action, at, child.name))
         if what == "fault":
             await self._fault(action, child)

@@ -57,6 +57,8 @@ class ChaosStack(Stack):
 
     def __init__(self, sizes: Sizes, namespaces: Namespaces | None, *, poisoned: bool) -> None:
         model, flags = RUNNERS[sizes.runner]
+        self.spares = sizes.runner != "sim"
+        """A model takes long to load: while another worker is away, none is taken away."""
         self.poison = POISON[model] if poisoned else None
         poison_flags = ("--poison-token", str(self.poison)) if poisoned else ()
         common = ("--max-num-seqs", "32", "--enable-faults")
@@ -182,6 +184,11 @@ class ChaosStack(Stack):
                 return None
 
         return await asyncio.gather(*map(ask, self.schedulers))
+
+    async def ready(self) -> set[str]:
+        """Return the addresses of the workers that some scheduler has."""
+        told = [status for status in await self.statuses() if status is not None]
+        return {one.worker_id for status in told for one in status.workers if one.state == "ready"}
 
     async def settled(
         self, timeout_s: float, *, idle: bool = True, without: Popen[bytes] | None = None
