@@ -16,7 +16,7 @@ from octavo.v1 import operations_pb2 as ops
 
 from octavo_lab.chaos import floods
 from octavo_lab.chaos.links import WAYS, Links
-from octavo_lab.chaos.schedule import KINDS, Action
+from octavo_lab.chaos.schedule import KINDS, TAKES_AWAY, Action
 from octavo_lab.chaos.stack import ChaosStack, send
 
 _BACK_WITHIN_S: Final = 180.0
@@ -62,10 +62,6 @@ class Attack:
             child.signal(signal.SIGTERM)
             await stack.settled(_BACK_WITHIN_S, idle=False, without=former)
 
-    def _poisoned(self) -> list[ops.Fault]:
-        poison = self._stack.poison
-        return [] if poison is None else [ops.Fault(kind=ops.FAULT_KIND_CRASH, token_id=poison)]
-
     async def _perform(self, action: Action) -> None:
         what = KINDS[action.kind][0]
         at = time.monotonic()
@@ -84,6 +80,9 @@ class Attack:
             self.done.append(Done(action, at, ""))
             return
         child = children[action.target % len(children)]
+        if action.kind in TAKES_AWAY and stack.spares and not await stack.ready() - {child.address}:
+            self.done.append(Done(action, at, ""))
+            return
         self.done.append(Done(action, at, child.name))
         if what == "fault":
             await self._fault(action, child)
@@ -115,7 +114,7 @@ class Attack:
         process = worker.process
         if action.kind == "hang":
             self._stack.strike(worker)
-        await self._stack.inject(worker, *self._poisoned(), fault)
+        await self._stack.inject(worker, fault)
         if action.kind == "hang":
             await asyncio.sleep(action.seconds)
             if worker.process is process:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import itertools
 import time
 from collections.abc import Sequence
@@ -79,19 +78,11 @@ class Curve:
         return f"{table(('seconds', 'requests', *grown), rows)}\n\nMiB / descriptors. {told}"
 
     def write(self, folder: Path) -> None:
-        """Write the curve as CSV and as a plot, or raise OSError."""
-        names = list(self.samples[-1].of)
-        with (folder / "churn.csv").open("w", newline="") as file:
-            lines = csv.writer(file)
-            units = itertools.product(names, ("bytes", "descriptors"))
-            lines.writerow(("at_s", "requests", *(" ".join(unit) for unit in units)))
-            for sample in self.samples:
-                values = (value for name in names for value in sample.of[name])
-                lines.writerow((round(sample.at_s, 1), sample.requests, *values))
+        """Write the curve as a plot, or raise OSError."""
         with styled():
             figure, axes = panels((10, 6), rows=2, sharex=True)
             for index, (axis, label) in enumerate(zip(axes, ("MiB", "descriptors"), strict=True)):
-                for name in names:
+                for name in self.samples[-1].of:
                     curve = [sample.of[name][index] / (_MIB, 1)[index] for sample in self.samples]
                     axis.plot([sample.requests for sample in self.samples], curve, label=name)
                 axis.set_ylabel(label)

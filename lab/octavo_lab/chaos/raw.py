@@ -42,11 +42,6 @@ class Resumption:
         """Whether every choice has its end."""
         return len(self._finished) == len(self._choices)
 
-    @property
-    def begun(self) -> bool:
-        """Whether a scheduler had taken it."""
-        return self._accepted is not None
-
     def to_send(self) -> pb.GenerateRequest:
         """Return the request as asked, and, once it was accepted, what goes on from there."""
         request = pb.GenerateRequest()

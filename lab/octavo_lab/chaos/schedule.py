@@ -38,6 +38,8 @@ KINDS: Final[dict[str, tuple[str, float, float]]] = {
 """By name: what it strikes, and for how many seconds, at least and at most. Faults are set on a worker."""
 PAST_WATCHDOG: Final = ("stop-worker-long", "hang")
 """Kinds that last so much longer than a worker may owe a report."""
+TAKES_AWAY: Final = ("kill-worker", "drain-worker", *PAST_WATCHDOG)
+"""Kinds after which a worker starts anew."""
 
 
 @dataclass(frozen=True, slots=True)

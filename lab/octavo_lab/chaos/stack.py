@@ -57,6 +57,8 @@ class ChaosStack(Stack):
 
     def __init__(self, sizes: Sizes, namespaces: Namespaces | None, *, poisoned: bool) -> None:
         model, flags = RUNNERS[sizes.runner]
+        self.spares = sizes.runner != "sim"
+        """A model takes long to load: while another worker is away, none is taken away."""
         self.poison = POISON[model] if poisoned else None
         poison_flags = ("--poison-token", str(self.poison)) if poisoned else ()
         common = ("--max-num-seqs", "32", "--enable-faults")
@@ -183,6 +185,11 @@ class ChaosStack(Stack):
 
         return await asyncio.gather(*map(ask, self.schedulers))
 
+    async def ready(self) -> set[str]:
+        """Return the addresses of the workers that some scheduler has."""
+        told = [status for status in await self.statuses() if status is not None]
+        return {one.worker_id for status in told for one in status.workers if one.state == "ready"}
+
     async def settled(
         self, timeout_s: float, *, idle: bool = True, without: Popen[bytes] | None = None
     ) -> list[Status]:
@@ -214,8 +221,10 @@ class ChaosStack(Stack):
             await asyncio.sleep(3 * _POLL_S)
 
     async def inject(self, worker: Child, *faults: ops.Fault) -> bool:
-        """Put faults in force on a worker in place of others; return whether a scheduler could tell it."""
+        """Put faults in force on a worker, beside poison; return whether a scheduler could tell it."""
         request = ops.SetFaultsRequest(worker_id=worker.address, faults=faults)
+        if self.poison is not None:
+            request.faults.add(kind=ops.FAULT_KIND_CRASH, token_id=self.poison)
         for scheduler in self.schedulers:
             async with grpc.aio.insecure_channel(scheduler.address) as channel:
                 stub = cast("ops_grpc.OperationsAsyncStub", ops_grpc.OperationsStub(channel))
