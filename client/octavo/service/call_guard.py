@@ -91,11 +91,17 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
             if not places.take(caller):
                 await abort(context, _full(f"no more than {places.size} calls of this kind can be open"))
             try:
-                return await self._serve(handler, context, caller)
-            except grpc.aio.AbortError as error:
-                # grpc keeps it with the call, and its frames hold the call and the request. Without them a
-                # large request is let go at once, and not when cycles are looked for.
-                raise error.with_traceback(None) from None
+                if handler.request_streaming:
+                    return await _answer(
+                        handler.stream_stream, self._messages(handler, context, caller), context
+                    )
+                request = await self._first(context, caller)
+                if request is _EOF:
+                    return None
+                request = (handler.request_deserializer or bytes)(request)
+                if inspect.isawaitable(request):
+                    request = await request
+                return await _answer(handler.unary_stream or handler.unary_unary, request, context)
             finally:
                 places.leave(caller)
 
@@ -105,17 +111,6 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
             else grpc.stream_unary_rpc_method_handler
         )
         return make(serve, None, handler.response_serializer)
-
-    async def _serve(self, handler: Any, context: Context, caller: str) -> Any:
-        if handler.request_streaming:
-            return await _answer(handler.stream_stream, self._messages(handler, context, caller), context)
-        request = await self._first(context, caller)
-        if request is _EOF:
-            return None
-        request = (handler.request_deserializer or bytes)(request)
-        if inspect.isawaitable(request):
-            request = await request
-        return await _answer(handler.unary_stream or handler.unary_unary, request, context)
 
     async def _messages(self, handler: Handler, context: Context, caller: str) -> AsyncIterator[Any]:
         parse = handler.request_deserializer or bytes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from asyncio import iscoroutinefunction
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
 import grpc
@@ -13,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from octavo.service.address import AddressTaken, check_address
 from octavo.service.server_tls import ServerTls
+from octavo.service.status import Context
 
 CHANNELZ: Final = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 # Two processes must never share a port by accident.
@@ -32,7 +34,7 @@ class GrpcPort:
     ) -> None:
         """`services`: full names of those that reflection shows; their methods are added to `server`."""
         self._tls = tls
-        self.server = grpc.aio.server(interceptors=interceptors, options=(*options, *_OPTIONS))
+        self.server = grpc.aio.server(interceptors=(_LetGo(), *interceptors), options=(*options, *_OPTIONS))
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lag
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         channelz.add_channelz_servicer(self.server)  # type: ignore[arg-type]  # the stubs lag
@@ -67,3 +69,41 @@ class GrpcPort:
         """Take no new calls; end what is still open after the grace."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+
+
+class _LetGo(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    """Lets a call that ends with an error go at once, and its messages with it.
+
+    grpc keeps the error with the call. Its traceback, and that of the error it came of, hold the frames that
+    hold the call: what is in them would stay until cycles are looked for, which may take thousands of calls.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Return what answers a call."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        kind = f"{_KINDS[handler.request_streaming]}_{_KINDS[handler.response_streaming]}"
+        method = getattr(handler, kind)
+        # Health checks and the like come from grpc, and some of them are no coroutines.
+        return handler._replace(**{kind: _letting_go(method)}) if iscoroutinefunction(method) else handler
+
+
+_KINDS: Final = ("unary", "stream")
+
+
+def _letting_go(method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def serve(request: Any, context: Context) -> Any:
+        answer = method(request, context)
+        del request
+        try:
+            return await answer
+        except grpc.aio.AbortError as error:
+            error.__context__ = None
+            raise error.with_traceback(None) from None
+
+    return serve

@@ -72,16 +72,14 @@ def return_what_is_freed() -> None:
     """Have the C library give the memory of large messages back to the system; call it before threads start.
 
     Left to itself, glibc keeps a heap for each thread of gRPC, each as large as the largest message that has
-    ever been in it, and after the first such message takes the next ones from the heap, too.
+    ever been in it, and after the first such message takes the next ones from the heap, too. That is faster
+    for who computes.
     """
-    if sys.platform != "linux":
-        return
-    library = ctypes.CDLL(None)
     # musl has no such function, and keeps no such heaps.
-    if hasattr(library, "mallopt"):
-        library.mallopt(_ARENA_MAX, 1)
-        library.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
-        library.mallopt(_TRIM_THRESHOLD, 2 * _LARGE_BYTES)
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(_ARENA_MAX, 1)
+        mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+        mallopt(_TRIM_THRESHOLD, 2 * _LARGE_BYTES)
 
 
 class MemoryCeiling:

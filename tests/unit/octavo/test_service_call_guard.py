@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,14 +13,10 @@ import pytest
 from octavo.service import call_guard
 from octavo.service.call_guard import CallGuard, CallRefused
 from octavo.service.places import Places
-from octavo.service.status import ERROR_KEY, abort
+from octavo.service.status import ERROR_KEY
 from octavo.v1 import common_pb2
 
 WAIT_S = 60.0
-
-
-class Message:
-    """Something that tells when it is let go."""
 
 
 class Echo:
@@ -31,21 +25,10 @@ class Echo:
     def __init__(self) -> None:
         self.go = asyncio.Event()
         self.seen: list[bytes] = []
-        self.let_go = asyncio.Event()
-        """A message of `refuse` is in nobody's hands any more."""
-
-    def parse(self, _: bytes) -> Message:
-        message = Message()
-        weakref.finalize(message, self.let_go.set)
-        return message
 
     async def unary(self, request: bytes, _: Any) -> bytes:
         self.seen.append(request)
         return request
-
-    async def refuse(self, request: Message, context: Any) -> None:
-        del request
-        await abort(context, common_pb2.Error(code=3, reason="INVALID_REQUEST"))
 
     async def hold(self, request: bytes, context: Any) -> None:
         await context.write(request)
@@ -70,7 +53,6 @@ async def port(places: Places | None = None) -> AsyncIterator[tuple[Echo, grpc.a
     server = grpc.aio.server(interceptors=(guard,))
     methods = {
         "Unary": grpc.unary_unary_rpc_method_handler(echo.unary),
-        "Refuse": grpc.unary_unary_rpc_method_handler(echo.refuse, echo.parse),
         "Hold": grpc.unary_stream_rpc_method_handler(echo.hold),
         "Stream": grpc.stream_stream_rpc_method_handler(echo.stream),
     }
@@ -159,15 +141,3 @@ async def test_first_message_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     async with port() as (_, channel):
         for method in ("Unary", "Hold", "Stream"):
             assert (await refusal_of(call(channel, method))).reason == "MESSAGE_TIMEOUT"
-
-
-async def test_message_of_a_call_that_is_refused_is_let_go_at_once() -> None:
-    async with port() as (echo, channel):
-        gc.disable()
-        try:
-            opened = call(channel, "Refuse")
-            await opened.write(b"x")
-            assert (await refusal_of(opened)).reason == "INVALID_REQUEST"
-            await asyncio.wait_for(echo.let_go.wait(), WAIT_S / 4)
-        finally:
-            gc.enable()
