@@ -238,7 +238,7 @@ class Endpoints:
     async def unary(self, call: Callable[[Connection], Awaitable[_T]], timeout_s: float) -> _T:
         """Make a call that may safely be made again; moves on from endpoints that are gone.
 
-        A connection may take longer than `timeout_s` to show that it is gone: then the others are still tried.
+        A connection may take longer than that to show that it is gone: then the others are still tried.
 
         Raises:
             OctavoError: the call failed, or nothing was reached within `timeout_s`.
