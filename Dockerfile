@@ -34,13 +34,13 @@ RUN /opt/build/bin/python -m hatchling build -t wheel -d /wheel
 
 FROM tools AS scheduler-venv
 COPY deploy/locks/scheduler.txt /locks/
-RUN /opt/build/bin/pip install --only-binary=:all: --require-hashes -r /locks/scheduler.txt
+RUN /opt/build/bin/pip install --no-deps --only-binary=:all: --require-hashes -r /locks/scheduler.txt
 COPY --from=wheel /wheel /wheel
 RUN /opt/build/bin/pip install --no-deps --no-index /wheel/*.whl
 
 FROM tools AS gateway-venv
 COPY deploy/locks/gateway.txt /locks/
-RUN /opt/build/bin/pip install --only-binary=:all: --require-hashes -r /locks/gateway.txt
+RUN /opt/build/bin/pip install --no-deps --only-binary=:all: --require-hashes -r /locks/gateway.txt
 COPY --from=wheel /wheel /wheel
 RUN /opt/build/bin/pip install --no-deps --no-index /wheel/*.whl
 
@@ -49,14 +49,14 @@ ARG TORCH
 ARG TORCH_CPU=
 COPY deploy/locks/worker-${TORCH}.txt /locks/worker.txt
 RUN /opt/build/bin/pip install ${TORCH_CPU:+--find-links "$TORCH_CPU"} \
-      --only-binary=:all: --require-hashes -r /locks/worker.txt \
+      --no-deps --only-binary=:all: --require-hashes -r /locks/worker.txt \
  || { echo "torch's CPU builds: name a page that has them with --build-arg TORCH_CPU=..." >&2; exit 1; }
 COPY --from=wheel /wheel /wheel
 RUN /opt/build/bin/pip install --no-deps --no-index /wheel/*.whl
 
 FROM tools AS worker-vllm-venv
 COPY deploy/locks/worker-vllm.txt /locks/
-RUN /opt/build/bin/pip install --require-hashes -r /locks/worker-vllm.txt
+RUN /opt/build/bin/pip install --no-deps --require-hashes -r /locks/worker-vllm.txt
 COPY --from=wheel /wheel /wheel
 RUN /opt/build/bin/pip install --no-deps --no-index /wheel/*.whl
 

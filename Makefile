@@ -86,8 +86,8 @@ proto: ## regenerate client/octavo/v1 from protos/
 scorecard: .venv/.installed ## measure every promise (ONLY='e2e.*', LONG=1 for the long ones)
 	@$(BIN)/python -m octavo_lab.scorecard $(if $(ONLY),--only '$(ONLY)') $(if $(LONG),--long)
 
-compose-test: ## try the compose stack on a real Docker engine, disturbed under traffic (ARGS="--runner sim --profile cpu")
-	@$(PYTHON) deploy/try_compose.py $(ARGS)
+compose-test: .venv/.installed ## try the compose stack on a real Docker engine, disturbed under traffic (ARGS="--runner sim --profile cpu")
+	@$(BIN)/python deploy/try_compose.py $(ARGS)
 
 locks: ## pin what the images hold (TORCH_CPU=folder or page with torch's CPU builds; needs uv)
 	@$(PYTHON) deploy/lock.py --torch-cpu '$(TORCH_CPU)'

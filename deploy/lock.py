@@ -17,13 +17,14 @@ from typing import Final
 PYTHON: Final = "3.11"
 ROOT: Final = Path(__file__).resolve().parent.parent
 LOCKS: Final = ROOT / "deploy" / "locks"
-TORCH_CPU: Final = "torch==2.13.0+cpu"
+# xgrammar asks for triton, a gigabyte that nothing loads on a CPU.
+CPU: Final = "torch==2.13.0+cpu\ntriton; sys_platform == 'never'\n"
 IMAGES: Final = {
     "scheduler": ["--extra", "scheduler"],
     "gateway": ["--extra", "gateway"],
     "worker-cpu": ["--extra", "worker"],
     "worker-cuda": ["--extra", "worker"],
-    "worker-vllm": ["--extra", "vllm"],
+    "worker-vllm": ["--extra", "ray"],
 }
 
 
@@ -41,7 +42,7 @@ def main() -> None:
             _write(name, [*extras, "pyproject.toml"])
             continue
         override = LOCKS / "override.tmp"
-        override.write_text(TORCH_CPU)
+        override.write_text(CPU)
         try:
             _write(name, [*extras, "pyproject.toml", "--find-links", torch_cpu, "--overrides", str(override)])
         finally:

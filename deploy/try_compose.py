@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -38,7 +39,7 @@ STEADY_S: Final = 8.0
 
 def say(text: str) -> None:
     """Tell what is going on, with the time since the start."""
-    print(f"[{time.monotonic() - _BEGAN:6.1f} s] {text}", flush=True)
+    print(f"{time.strftime('%H:%M:%S')} [{time.monotonic() - _BEGAN:6.1f} s] {text}", flush=True)
 
 
 _BEGAN: Final = time.monotonic()
@@ -198,17 +199,41 @@ def build(docker: Docker, arguments: dict[str, str]) -> None:
             raise SystemExit(f"the image {target} has build tools: {found}")
 
 
+def make_secrets(folder: Path) -> str:
+    """Make what deploy/compose/tls.yml mounts, as docs/deploying.md tells; return a key that may do all."""
+    octavo = [sys.executable, "-m", "octavo.cli.main"]
+    run(*octavo, "certs", "--out", str(folder), "--host", "standby")
+    (folder / "worker-secret").write_text(secrets.token_hex(32))
+    (folder / "scheduler.toml").write_text(f'[scheduler.access]\ncache_secret = "{secrets.token_hex(32)}"\n')
+    add, file = [*octavo, "keys", "add"], str(folder / "keys.toml")
+    (folder / "gateway-api-key").write_text(run(*add, "--tenant", "gateway", "--role", "forward", file))
+    roles = ("--role", "operator", "--role", "inference")
+    key = run(*add, "--tenant", "ops", *roles, file)
+    for path in folder.iterdir():
+        os.chown(path, 10001, 10001)
+    return key
+
+
 class Stack:
     """The compose project in one profile."""
 
-    def __init__(self, docker: Docker, profile: str, runner: str) -> None:
+    def __init__(self, docker: Docker, profile: str, runner: str, secrets_folder: Path) -> None:
         self._docker = docker
+        self.client: list[str] = []
+        """Arguments of `docker run` and `docker exec` for a client: its key."""
+        self.files: list[str] = []
+        """Arguments of `docker run` for a client: its files."""
         files = ["-f", "docker-compose.yml"]
         if profile == "tls":
             files += ["-f", "deploy/compose/tls.yml"]
+            self.client = ["-e", f"OCTAVO_API_KEY={make_secrets(secrets_folder)}"]
+            self.files = [f"--volume={secrets_folder}:/run/secrets:ro"]
+            for name, file in (("CA", "ca"), ("CERT", "client"), ("KEY", "client-key")):
+                self.files += ["-e", f"OCTAVO_TLS_{name}=/run/secrets/{file}.pem"]
         self._command = [*docker.compose(), *files, "-p", PROJECT]
         ports = {f"OCTAVO_{name}_PORT": "0" for name in ("SCHEDULER", "STANDBY", "GATEWAY_A", "GATEWAY_B")}
         self._environment = {**os.environ, **ports, "COMPOSE_PROFILES": "cpu", "OCTAVO_RUNNER": runner}
+        self._environment["OCTAVO_SECRETS"] = str(secrets_folder)
 
     def compose(self, *arguments: str, check: bool = True) -> str:
         """Run a command of compose."""
@@ -227,7 +252,11 @@ class Stack:
     def status(self, service: str = "scheduler") -> dict[str, Any]:
         """Return what a scheduler says of itself; empty when it cannot be asked."""
         ids = self.containers(service)
-        told = self._docker("exec", ids[0], "octavo", "status", "--json", check=False) if ids else ""
+        told = (
+            self._docker("exec", *self.client, ids[0], "octavo", "status", "--json", check=False)
+            if ids
+            else ""
+        )
         return dict(json.loads(told)) if told else {}
 
     def num_ready(self) -> int:
@@ -253,13 +282,15 @@ def traffic(docker: Docker, stack: Stack, profile: str) -> Iterator[Any]:
     network = f"--network={PROJECT}_default"
     script = f"--volume={ROOT}/deploy/compose/traffic.py:/traffic.py:ro"
     asked = ["--endpoint", "scheduler:50051,standby:50051", "--gateway", f"{scheme}://gateway:8000"]
-    command = ["run", "-d", network, script, "--entrypoint=python", "octavo/gateway", "/traffic.py", *asked]
+    options = [network, script, *stack.client, *stack.files]
+    command = ["run", "-d", *options, "--entrypoint=python", "octavo/gateway", "/traffic.py", *asked]
     container = docker(*command)
     try:
 
         def end() -> dict[str, Any]:
             docker("stop", "-t", "150", container)
             lines = docker("logs", container).splitlines()
+            print("\n".join(lines[-10:-1]))
             say(f"traffic: {lines[-1] if lines else 'nothing'}")
             return dict(json.loads(lines[-1]))
 
@@ -270,8 +301,9 @@ def traffic(docker: Docker, stack: Stack, profile: str) -> Iterator[Any]:
 
 def try_profile(docker: Docker, profile: str, runner: str) -> dict[str, Any]:
     """Bring the stack up, disturb it under traffic, take it down; return what the requests came to."""
-    stack = Stack(docker, profile, runner)
     say(f"profile {profile}")
+    folder = tempfile.mkdtemp(prefix="octavo-secrets-")
+    stack = Stack(docker, profile, runner, Path(folder))
     try:
         stack.compose("up", "-d", "--no-build")
         everything = ("worker", "scheduler", "standby", "gateway-a", "gateway-b")
@@ -306,6 +338,7 @@ def try_profile(docker: Docker, profile: str, runner: str) -> dict[str, Any]:
         raise
     finally:
         stack.compose("down", "-v", "-t", "5", check=False)
+        shutil.rmtree(folder)
     return told
 
 

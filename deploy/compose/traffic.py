@@ -67,7 +67,7 @@ class Books:
             if problem:
                 self.counts["failed"] += 1
                 self.problems.append(f"{kind}: {problem}")
-                print(f"failed: {kind}: {problem}", flush=True)
+                print(f"{time.strftime('%H:%M:%S')} failed: {kind}: {problem}", flush=True)
 
 
 def ask_grpc(client: Client) -> Callable[[str], str]:

@@ -238,17 +238,21 @@ class Endpoints:
     async def unary(self, call: Callable[[Connection], Awaitable[_T]], timeout_s: float) -> _T:
         """Make a call that may safely be made again; moves on from endpoints that are gone.
 
+        A connection may take longer than that to show that it is gone: then the others are still tried.
+
         Raises:
             OctavoError: the call failed, or nothing was reached within `timeout_s`.
         """
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + timeout_s
-        delay = 0.05
+        delay, attempts = 0.05, 0
         while True:
+            attempts += 1
             try:
                 return await self._use(self._unary or await self._keep(await self.dial()), call)
             except UnavailableError as error:
-                if error.reason not in _GONE or loop.time() + delay >= give_up_at:
+                is_late = loop.time() + delay >= give_up_at and attempts >= len(self)
+                if error.reason not in _GONE or is_late:
                     raise
             await asyncio.sleep(delay)
             delay = min(delay * 2, 1.0)
