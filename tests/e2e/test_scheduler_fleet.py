@@ -10,8 +10,8 @@ import pytest
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.fleet.way import Ways
 from scheduler_svc.fleet import worker_link
+from scheduler_svc.fleet.way import Ways
 from tests.e2e.scheduler_stack import (
     WAIT_S,
     EchoRunner,

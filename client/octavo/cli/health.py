@@ -7,7 +7,7 @@ from typing import Final
 
 from octavo._sdk.channel import parse_endpoints
 from octavo._sdk.health import Health, ask_health
-from octavo.cli import output
+from octavo.cli import output, request
 
 EXIT_UNAVAILABLE: Final = 3
 
@@ -22,13 +22,15 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         help="service to ask; of several, separated by commas, one has to take work "
         "(default: $OCTAVO_ENDPOINT or 127.0.0.1:50051)",
     )
+    request.add_tls(parser)
     parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="default: 3 seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it and return the exit code."""
     endpoints = parse_endpoints(arguments.address)
-    answers = {ask_health(one, arguments.timeout) for one in endpoints} - {Health.UNREACHABLE}
+    tls = request.tls_of(arguments)
+    answers = {ask_health(one, arguments.timeout, tls) for one in endpoints} - {Health.UNREACHABLE}
     if not answers:
         output.fail(f"{', '.join(endpoints)} cannot be reached")
         return EXIT_UNAVAILABLE

@@ -79,7 +79,11 @@ class Bodies:
         """Refuse a request at its headers, or while its body comes; else pass it on."""
         endpoint = ROUTES.get(scope["path"]) if scope["type"] == "http" else None
         if endpoint is None or scope["method"] != "POST":
-            await self._app(scope, receive, send)
+            refusal = await self._may_look(scope) if scope["type"] == "http" else None
+            if refusal is None:
+                await self._app(scope, receive, send)
+            else:
+                await self._refuse(send, endpoint or "unknown", refusal)
             return
         headers, peer = Headers(scope=scope), (scope["client"] or ("",))[0]
         max_bytes = min(self._max_bytes, _MAX_DETOKENIZE) if endpoint == "detokenize" else self._max_bytes
@@ -91,6 +95,18 @@ class Bodies:
             return
         if body is not None:
             await self._app(scope, _replay(body, receive), send)
+
+    async def _may_look(self, scope: Scope) -> Failure | None:
+        """Return why a request without a body is refused, None when it is not."""
+        path = scope["path"]
+        if path == "/health" or path.startswith("/v1/models"):
+            # A probe has no key, and of models the scheduler tells only whom it may.
+            return None
+        try:
+            key = bearer_key(Headers(scope=scope))
+        except GatewayError as error:
+            return error.failure
+        return await self._keys.refusal_to_look(key, figures=path == "/metrics")
 
     async def _check(self, headers: Headers, max_bytes: int) -> None:
         """Refuse by what the headers say.
