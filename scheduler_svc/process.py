@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Final, NoReturn
 
 import structlog
@@ -13,6 +13,7 @@ from octavo.keys import KeyFile
 from octavo.service.address import is_loopback
 from octavo.service.loop_lag import LoopLag
 from octavo.service.memory import MemoryCeiling
+from octavo.service.metrics_port import MetricsPort
 from octavo.service.security import client_tls, read_secret, server_tls
 
 from scheduler_svc.admission.access import Access
@@ -35,7 +36,7 @@ from scheduler_svc.fleet.pins import PinRegistry
 from scheduler_svc.fleet.way import Ways
 from scheduler_svc.fleet.worker_link import Epochs, LinkContext
 from scheduler_svc.fleet.workers import Fleet
-from scheduler_svc.observe.metrics import PlanLogCollector, SchedulerMetrics, serve_metrics
+from scheduler_svc.observe.metrics import PlanLogCollector, SchedulerMetrics, watch_core
 from scheduler_svc.planlog import PlanLogWriter, RecordingCore
 from scheduler_svc.requests.accounts import Accounts
 from scheduler_svc.text.tokenizer_pool import MAX_PENDING, TokenizerPool
@@ -123,7 +124,7 @@ class SchedulerProcess:
             AddressTaken: a port cannot be had.
         """
         server = self._settings.server
-        metrics_port, close_metrics = self._serve_metrics()
+        metrics = self._serve_metrics()
         port = await self._server.start(server.host, server.port)
         self.pair.endpoint = self._settings.fleet.advertise or _endpoint(server.host, port)
         self.fleet.start()
@@ -142,7 +143,7 @@ class SchedulerProcess:
             scheduler_id=self.scheduler_id,
             rank=self._settings.fleet.rank,
             port=port,
-            metrics_port=metrics_port,
+            metrics_port=metrics.port if metrics is not None else None,
             workers=self._settings.fleet.workers,
         )
         if listening is not None:
@@ -164,15 +165,23 @@ class SchedulerProcess:
             self._lag.stop()
             for task in watching:
                 task.cancel()
-            close_metrics()
+            if metrics is not None:
+                metrics.close()
         log.info("scheduler_stopped", scheduler_id=self.scheduler_id)
         return 0
 
-    def _serve_metrics(self) -> tuple[int | None, Callable[[], None]]:
+    def _serve_metrics(self) -> MetricsPort | None:
         settings = self._settings.server
         if settings.metrics_port is None:
-            return None, lambda: None
-        return serve_metrics(self.metrics, self.driver.snapshot, settings.host, settings.metrics_port)
+            return None
+        watch_core(self.metrics, self.driver.snapshot)
+        return MetricsPort(
+            self.metrics.registry,
+            settings.host,
+            settings.metrics_port,
+            tls=self._tls,
+            allow=self.access.may_see_metrics,
+        )
 
     # Rooms ---------------------------------------------------------------------------------------
 

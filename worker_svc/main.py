@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import structlog
 from octavo.service import descriptors, event_loop, logs
-from octavo.service.address import AddressTaken, check_address
+from octavo.service.address import AddressTaken
 from octavo.service.loop_lag import LoopLag
+from octavo.service.metrics_port import MetricsPort
 from octavo.service.security import read_secret, server_tls
 
 from worker_svc.api.convert import describe
@@ -27,7 +28,7 @@ from worker_svc.engine.loop import EngineLoop, Loaded
 from worker_svc.engine.watchdog import StepWatch, Watchdog
 from worker_svc.errors import InvalidSettings, ModelLoadError, WorkerError
 from worker_svc.kv.errors import KvError
-from worker_svc.metrics import MetricsServer, WorkerMetrics
+from worker_svc.metrics import WorkerMetrics
 from worker_svc.models.progress import LoadingProgress
 from worker_svc.runner.vllm import placement
 from worker_svc.start.load import load
@@ -91,8 +92,9 @@ class WorkerProcess:
         tls = server_tls(settings.server)
         metrics_server = None
         if settings.server.metrics_port is not None:
-            check_address(settings.server.host, settings.server.metrics_port)
-            metrics_server = MetricsServer(self._metrics, settings.server.host, settings.server.metrics_port)
+            metrics_server = MetricsPort(
+                self._metrics.registry, settings.server.host, settings.server.metrics_port, tls=tls
+            )
         lag = LoopLag(self._metrics.registry)
         lag.start()
         server = WorkerServer(self._service, _door(settings.server), tls)

@@ -12,10 +12,11 @@ import grpc.aio
 from octavo._sdk import wire
 from octavo._sdk.batch import Batch
 from octavo._sdk.call import Call
-from octavo._sdk.channel import Endpoints, from_rpc, parse_api_key, parse_endpoints
+from octavo._sdk.channel import Endpoints, from_rpc, parse_api_key, parse_endpoints, parse_tls
 from octavo._sdk.core import Core
 from octavo._sdk.session import Patience, Transport
 from octavo.errors import OctavoError
+from octavo.service.tls import Tls
 from octavo.status import Status, UsageReport
 from octavo.types import (
     Accepted,
@@ -169,12 +170,14 @@ class AsyncClient:
             order and stand in for each other. Absent: the variable OCTAVO_ENDPOINT, or 127.0.0.1:50051.
         api_key: goes with every call. Absent: the variable OCTAVO_API_KEY, or none. Requests may bring
             keys of their own (option `api_key`), as those of a gateway do.
+        tls: files for TLS. It is spoken to endpoints that begin with `grpcs://` and, where this is given, to
+            all that do not begin with `grpc://`. Absent: the variables OCTAVO_TLS_CA, _CERT, _KEY, or none.
         connect_timeout: seconds to try until a first connection stands.
         reconnect_timeout: seconds to try to get a lost connection back before the running requests fail.
             Until then they wait, and go on where they were.
 
     Raises:
-        InvalidRequestError: an endpoint or the key is malformed.
+        InvalidRequestError: an endpoint or the key is malformed, or a file of `tls` cannot be read.
     """
 
     def __init__(
@@ -182,10 +185,11 @@ class AsyncClient:
         endpoint: str | Sequence[str] | None = None,
         *,
         api_key: str | None = None,
+        tls: Tls | None = None,
         connect_timeout: float = 10.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
-        endpoints = Endpoints(parse_endpoints(endpoint), parse_api_key(api_key))
+        endpoints = Endpoints(parse_endpoints(endpoint), parse_api_key(api_key), parse_tls(tls))
         self._core = Core(endpoints, Patience(connect_timeout, reconnect_timeout))
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerateResult:
@@ -300,10 +304,12 @@ class AsyncClient:
         )
         return [wire.model_info(model) for model in answer.models]
 
-    async def status(self, *, history: bool = False) -> Status:
+    async def status(self, *, history: bool = False, api_key: str | None = None) -> Status:
         """Return what the scheduler is doing; with `history`, also what it did in the last ten minutes."""
         request = operations_pb2.GetStatusRequest(history=history)
-        answer = await self._core.unary(lambda on: on.operations.GetStatus(request, metadata=on.metadata))
+        answer = await self._core.unary(
+            lambda on: on.operations.GetStatus(request, metadata=on.metadata_of(api_key))
+        )
         return wire.status(answer.status)
 
     async def usage(self, since: float | None = None) -> UsageReport:

@@ -15,6 +15,7 @@ from octavo._sdk.loop_thread import LoopThread
 from octavo._sdk.session import Transport
 from octavo.aio import AsyncClient
 from octavo.errors import OctavoError
+from octavo.service.tls import Tls
 from octavo.status import Status, UsageReport
 from octavo.types import (
     Accepted,
@@ -123,12 +124,14 @@ class Client:
         endpoint: str | Sequence[str] | None = None,
         *,
         api_key: str | None = None,
+        tls: Tls | None = None,
         connect_timeout: float = 10.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
         self._aio = AsyncClient(
             endpoint,
             api_key=api_key,
+            tls=tls,
             connect_timeout=connect_timeout,
             reconnect_timeout=reconnect_timeout,
         )

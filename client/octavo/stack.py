@@ -25,6 +25,7 @@ from typing import Any, Final, Self
 from octavo.client import Client
 from octavo.errors import OctavoError, UnavailableError
 from octavo.service.private import FOLDER_MODE, private, write_private
+from octavo.service.tls import Tls
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is (0 to 1)."""
@@ -226,6 +227,11 @@ class Stack:
         return [*gateway, *self.schedulers, *self.workers]
 
     @property
+    def tls(self) -> Tls | None:
+        """How its ports are spoken to: the services take their certificates from the environment."""
+        return Tls.from_environment({**os.environ, **self._env})
+
+    @property
     def worker_secret(self) -> str:
         """What schedulers present to the workers."""
         path = self._env.get(_SECRET_FILE) or os.environ[_SECRET_FILE]
@@ -307,7 +313,7 @@ class Stack:
             StackError: a child ended, or the time is over.
         """
         give_up_at = time.monotonic() + timeout_s
-        with Client(self.endpoint, connect_timeout=_POLL_S) as client:
+        with Client(self.endpoint, tls=self.tls, connect_timeout=_POLL_S) as client:
             while not self._is_ready(client):
                 self.check()
                 if time.monotonic() > give_up_at:

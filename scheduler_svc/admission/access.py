@@ -22,9 +22,10 @@ OPERATIONS: Final = operations_pb2.DESCRIPTOR.services_by_name["Operations"].ful
 ANONYMOUS: Final = Tenant("anonymous")
 """Everybody's tenant where there is no key file."""
 
-# Probes and tools ask these before they have a key. What is not named here is for operators.
-_OPEN: Final = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
-_ANY_KEY: Final = frozenset({GENERATION})
+# Probes have no key. What is not named here is for operators.
+_OPEN: Final = frozenset({health.SERVICE_NAME})
+_ANY_KEY: Final = frozenset({GENERATION, reflection.SERVICE_NAME})
+_FIGURES: Final = frozenset({f"/{OPERATIONS}/GetStatus", f"/{OPERATIONS}/WatchStatus"})
 
 
 class Access:
@@ -38,7 +39,7 @@ class Access:
         self.key_file: KeyFile | None = None
         """The one in force; replaced as a whole."""
 
-    def authenticate(self, key: str | None, role: Role | None = Role.USER) -> Tenant:
+    def authenticate(self, key: str | None, role: Role | None = Role.INFERENCE) -> Tenant:
         """Return the tenant in whose name a request with this key runs. Without a role any key will do.
 
         Raises:
@@ -66,8 +67,18 @@ class Access:
         service = method.split("/")[1] if method.count("/") == 2 else ""
         if self.key_file is None or service in _OPEN:
             return None
-        role = None if service in _ANY_KEY else Role.OPERATOR
+        role = None if service in _ANY_KEY else Role.METRICS if method in _FIGURES else Role.OPERATOR
         return self._find(self.key_file, bearer_key(metadata), role).tenant.name
+
+    def may_see_metrics(self, key: str | None) -> bool:
+        """Return whether somebody with this key may see the metrics of the scheduler."""
+        if self.key_file is None:
+            return True
+        try:
+            self._find(self.key_file, key, Role.METRICS)
+        except ServiceError:
+            return False
+        return True
 
     def check_peer(self, peer: str) -> None:
         """Refuse an operation to a caller on another machine where there are no keys to tell operators by.
@@ -100,7 +111,9 @@ class Access:
         found = key_file.find(key)
         if found is None:
             raise self._refuse("BAD_API_KEY", "the API key is not known here")
-        if role is not None and role not in found.roles:
+        # Who may change things may look at them.
+        enough = {role, Role.OPERATOR} if role is Role.METRICS else {role}
+        if role is not None and not enough & found.roles:
             problem = f"the key {found.id} does not have the role {role}"
             raise self._refuse("ROLE_REQUIRED", problem, {"key": found.id, "role": str(role)})
         return found

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from octavo.protocol.steps import Priority
-from octavo.service.address import check_address
 from octavo.service.log_metrics import LogCollector
 from octavo.service.memory import rss_bytes
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -241,34 +240,14 @@ class SchedulerMetrics:
         self.registry.register(_CoreCollector(snapshot))
 
 
-def serve_metrics(
-    metrics: SchedulerMetrics, snapshot: Callable[[], CoreSnapshot], host: str, port: int
-) -> tuple[int, Callable[[], None]]:
-    """Serve metrics over HTTP, from a thread of its own; return the port, and what ends it.
-
-    Args:
-        metrics: what is served.
-        snapshot: gives the core's figures; is called on this event loop.
-        host: name or address to listen on.
-        port: to listen on; 0 takes a free one.
-
-    Raises:
-        AddressTaken: the port cannot be had.
-    """
-    check_address(host, port)
+def watch_core(metrics: SchedulerMetrics, snapshot: Callable[[], CoreSnapshot]) -> None:
+    """Show the core's figures, which this event loop gives, to threads that collect metrics."""
     loop = asyncio.get_running_loop()
 
     async def on_loop() -> CoreSnapshot:
         return snapshot()
 
     metrics.watch(lambda: asyncio.run_coroutine_threadsafe(on_loop(), loop).result(_SCRAPE_TIMEOUT_S))
-    server, _ = start_http_server(port, host, metrics.registry)
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-
-    return server.server_port, close
 
 
 class PlanLogCollector(Collector):

@@ -122,7 +122,8 @@ async def test_every_method_wants_a_key_and_operators_methods_an_operators(
             assert failure.code() is grpc.StatusCode.PERMISSION_DENIED, method.name
             error = error_of(failure)
             assert error.reason == "ROLE_REQUIRED"
-            assert dict(error.metadata) == {"key": "user", "role": "operator"}
+            role = "metrics" if method.name in ("GetStatus", "WatchStatus") else "operator"
+            assert dict(error.metadata) == {"key": "user", "role": role}
     assert not stack.process.stopping
     assert stack.process.accounts.arrivals == 0
 

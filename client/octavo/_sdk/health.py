@@ -9,10 +9,11 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from octavo._sdk.channel import HEALTH_METHOD, SERVING, channel_options
+from octavo._sdk.channel import HEALTH_METHOD, SERVING, channel_options, parse_tls
+from octavo.service.address import split_scheme
+from octavo.service.tls import Tls, tls_for
 
 _SCHEMES: Final = ("http://", "https://")
-_CONNECTIONS: Final = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 
 class Health(enum.Enum):
@@ -28,11 +29,21 @@ def is_url(address: str) -> bool:
     return address.startswith(_SCHEMES)
 
 
-def ask_health(endpoint: str, timeout_s: float) -> Health:
-    """Return what a service says of itself; the endpoint is host:port, or the URL of a gateway."""
+def ask_health(endpoint: str, timeout_s: float, tls: Tls | None = None) -> Health:
+    """Return what a service says of itself; the endpoint is host:port, or the URL of a gateway.
+
+    Without `tls`, the environment says how to connect.
+    """
+    secure = tls_for(endpoint, parse_tls(tls))
     if is_url(endpoint):
-        return _ask_gateway(endpoint, timeout_s)
-    with grpc.insecure_channel(endpoint, options=channel_options(endpoint)) as channel:
+        return _ask_gateway(endpoint, timeout_s, secure)
+    options = channel_options(endpoint)
+    _, target = split_scheme(endpoint)
+    if secure is None:
+        opened = grpc.insecure_channel(target, options=options)
+    else:
+        opened = grpc.secure_channel(target, secure.read().credentials(), options=options)
+    with opened as channel:
         check = channel.unary_unary(HEALTH_METHOD, request_serializer=bytes, response_deserializer=bytes)
         try:
             return Health.SERVING if bytes(check(b"", timeout=timeout_s)) == SERVING else Health.NOT_SERVING
@@ -40,11 +51,16 @@ def ask_health(endpoint: str, timeout_s: float) -> Health:
             return Health.UNREACHABLE
 
 
-def _ask_gateway(url: str, timeout_s: float) -> Health:
+def _ask_gateway(url: str, timeout_s: float, tls: Tls | None) -> Health:
     """Ask without a proxy: a probe asks the process beside it."""
     parts = urlsplit(url)
+    host = parts.hostname or ""
     try:
-        connection = _CONNECTIONS[parts.scheme](parts.hostname or "", parts.port, timeout=timeout_s)
+        connection = (
+            http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
+            if tls is None
+            else http.client.HTTPSConnection(host, parts.port, timeout=timeout_s, context=tls.ssl_context())
+        )
         try:
             connection.request("GET", parts.path.rstrip("/") + "/health")
             status = connection.getresponse().status

@@ -7,7 +7,7 @@ from typing import Final
 
 from octavo._sdk.channel import parse_endpoints
 from octavo._sdk.health import Health, ask_health, is_url
-from octavo.cli import output
+from octavo.cli import output, request
 
 EXIT_UNAVAILABLE: Final = 3
 
@@ -27,14 +27,15 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         action="store_true",
         help="be content with any answer: a service that loads, drains or stands by is not stuck",
     )
+    request.add_tls(parser)
     parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="default: 3 seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it and return the exit code."""
-    given = arguments.address
+    given, tls = arguments.address, request.tls_of(arguments)
     endpoints = (given,) if given is not None and is_url(given) else parse_endpoints(given)
-    answers = {ask_health(one, arguments.timeout) for one in endpoints} - {Health.UNREACHABLE}
+    answers = {ask_health(one, arguments.timeout, tls) for one in endpoints} - {Health.UNREACHABLE}
     if not answers:
         output.fail(f"{', '.join(endpoints)} cannot be reached")
         return EXIT_UNAVAILABLE

@@ -45,6 +45,8 @@ COMMANDS: Final = {
     "drain": ("octavo.cli.drain", "take a worker or a scheduler out of service, and let what runs end"),
     "audit": ("octavo.cli.audit", "have workers verify their books, while they serve"),
     "health": ("octavo.cli.health", "say whether a service takes work"),
+    "certs": ("octavo.cli.certs", "make certificates for TLS, and an authority for them"),
+    "keys": ("octavo.cli.keys", "add, list, revoke and rotate API keys in a key file"),
     "doctor": ("octavo.cli.doctor", "look whether Octavo would run on this machine, and what to do if not"),
 }
 # Commands of rooms above this one: what an installation must hold for them, and what they do. Their modules

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from octavo.cli import output
 from octavo.client import Client
 from octavo.errors import InvalidRequestError
 from octavo.sampling import SCALARS
+from octavo.service.tls import Tls
 from octavo.types import Delta, GenerateResult
 
 # Flag -> type, what it does. Names are those of the SDK's options.
@@ -38,6 +40,7 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file that holds the API key and nothing else (default: the key is in $OCTAVO_API_KEY)",
     )
+    add_tls(parser)
     parser.add_argument(
         "--connect-timeout",
         type=float,
@@ -45,6 +48,24 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to try to connect (default: 5)",
     )
+
+
+def add_tls(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name the files of TLS."""
+    for name, what in (
+        ("ca", "authorities by which the service is checked, in PEM; makes every endpoint speak TLS"),
+        ("cert", "certificate to present, in PEM"),
+        ("key", "its private key"),
+    ):
+        variable = f"OCTAVO_TLS_{name.upper()}"
+        parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=f"{what} (default: ${variable})")
+
+
+def tls_of(arguments: argparse.Namespace) -> Tls | None:
+    """Return what the flags and the environment say of TLS, if they say anything."""
+    given = {name: getattr(arguments, f"tls_{name}") for name in ("ca", "cert", "key")}
+    given = {name: path for name, path in given.items() if path is not None}
+    return replace(Tls.from_environment() or Tls(), **given) if given else None
 
 
 def key_of(arguments: argparse.Namespace) -> str | None:
@@ -63,9 +84,16 @@ def key_of(arguments: argparse.Namespace) -> str | None:
     return text
 
 
-def connect(arguments: argparse.Namespace) -> Client:
-    """Return a client for the service that the arguments name."""
-    return Client(arguments.endpoint, api_key=key_of(arguments), connect_timeout=arguments.connect_timeout)
+def connect(
+    arguments: argparse.Namespace, endpoint: str | None = None, timeout_s: float | None = None
+) -> Client:
+    """Return a client for the service that the arguments name, or for another endpoint."""
+    return Client(
+        endpoint or arguments.endpoint,
+        api_key=key_of(arguments),
+        tls=tls_of(arguments),
+        connect_timeout=arguments.connect_timeout if timeout_s is None else timeout_s,
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

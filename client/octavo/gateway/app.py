@@ -44,6 +44,7 @@ from octavo.parsing.output import OutputForm
 from octavo.protocol.bounds import short
 from octavo.service.loop_lag import LoopLag
 from octavo.service.memory import MemoryCeiling
+from octavo.service.security import client_tls
 from octavo.types import ChatMessage, ChatOptions, GenerateOptions, GenerateResult, ModelInfo, Prompt
 
 if TYPE_CHECKING:
@@ -313,6 +314,7 @@ def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> 
     client = client or AsyncClient(
         settings.scheduler.endpoint,
         api_key=settings.scheduler.own_key(),
+        tls=client_tls(settings.server),
         connect_timeout=settings.scheduler.connect_timeout_s,
         reconnect_timeout=settings.scheduler.reconnect_timeout_s,
     )

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.gateway.config import GatewayServerSection
-from octavo.gateway.errors import Failure, GatewayError, busy, send_failure
+from octavo.gateway.errors import Failure, GatewayError, busy
 from octavo.gateway.json_bounds import JsonScale, TooDeep, TooHeavy
 from octavo.gateway.key_check import KeyCheck
 from octavo.gateway.metrics import Metrics
@@ -73,7 +73,11 @@ class Bodies:
         """Refuse a request at its headers, or while its body comes; else pass it on."""
         route = WITH_BODY.get(scope["path"]) if scope["type"] == "http" else None
         if route is None or scope["method"] != "POST":
-            await self._app(scope, receive, send)
+            refusal = await self._may_look(scope) if scope["type"] == "http" else None
+            if refusal is None:
+                await self._app(scope, receive, send)
+            else:
+                await self._refuse(send, route, refusal)
             return
         headers, peer = Headers(scope=scope), (scope["client"] or ("",))[0]
         max_bytes = self._max_bytes
@@ -83,11 +87,22 @@ class Bodies:
             await self._check(headers, max_bytes)
             body = await self._read(receive, max_bytes, peer)
         except GatewayError as error:
-            self._metrics.requests.labels(route.handler, str(error.failure.status)).inc()
-            await send_failure(send, error.failure, anthropic=route.anthropic)
+            await self._refuse(send, route, error.failure)
             return
         if body is not None:
             await self._app(scope, _replay(body, receive), send)
+
+    async def _may_look(self, scope: Scope) -> Failure | None:
+        """Return why a request without a body is refused, None when it is not."""
+        path = scope["path"]
+        if path == "/health" or path.startswith("/v1/models"):
+            # A probe has no key, and of models the scheduler tells only whom it may.
+            return None
+        try:
+            key = bearer_key(Headers(scope=scope))
+        except GatewayError as error:
+            return error.failure
+        return await self._keys.refusal_to_look(key, figures=path == "/metrics")
 
     async def _check(self, headers: Headers, max_bytes: int) -> None:
         """Refuse by what the headers say.

@@ -9,7 +9,7 @@ from typing import Final
 
 _ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(?P<port>\d{1,5})")
 
-_SCHEMES: Final = {"grpcs://": True, "https://": True, "grpc://": False, "http://": False}
+_SCHEMES: Final = {"grpcs://": True, "https://": True, "grpc://": False}
 """What an endpoint may begin with, and whether it then is spoken to over TLS."""
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import ssl
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ class Tls:
     """Private key of `cert`."""
 
     @classmethod
-    def from_environment(cls) -> Tls | None:
+    def from_environment(cls, env: Mapping[str, str] = os.environ) -> Tls | None:
         """Return what OCTAVO_TLS_CA, OCTAVO_TLS_CERT and OCTAVO_TLS_KEY say, None when none is set."""
-        ca, cert, key = (os.environ.get(f"OCTAVO_TLS_{name}") or None for name in ("CA", "CERT", "KEY"))
+        ca, cert, key = (env.get(f"OCTAVO_TLS_{name}") or None for name in ("CA", "CERT", "KEY"))
         return cls(ca=ca, cert=cert, key=key) if ca or cert or key else None
 
     def read(self) -> TlsFiles:
@@ -39,6 +40,17 @@ class Tls:
         """
         ca, key, cert = (Path(one).read_bytes() if one else None for one in (self.ca, self.key, self.cert))
         return TlsFiles(ca, key, cert)
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """Return the same for a client of HTTP.
+
+        Raises:
+            OSError: a file cannot be read, or is not what it should be.
+        """
+        context = ssl.create_default_context(cafile=self.ca)
+        if self.cert is not None:
+            context.load_cert_chain(self.cert, self.key)
+        return context
 
 
 @dataclass(frozen=True, slots=True)

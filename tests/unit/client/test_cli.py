@@ -181,7 +181,7 @@ def test_bad_endpoint_is_one_line(capsys: Capture, endpoint: str, code: int, sai
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["up", "--logs", ".", "--host", "192.0.2.1"], "192.0.2.1: "),
+        (["up", "--logs", ".", "--insecure", "--host", "192.0.2.1"], "192.0.2.1: "),
         (["up", "--logs", "/dev/null/logs"], "/dev/null/logs: "),
         (["up"], "/dev/null/octavo/up: "),
         (["status", "--watch", "-1"], "interval_ms"),
@@ -296,7 +296,7 @@ def test_health_address_without_a_port_means_the_port_of_the_scheduler(
 ) -> None:
     asked: list[str] = []
 
-    def ask(endpoint: str, timeout_s: float) -> Health:
+    def ask(endpoint: str, timeout_s: float, tls: object) -> Health:
         asked.append(endpoint)
         return Health.UNREACHABLE
 
