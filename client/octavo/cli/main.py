@@ -39,6 +39,7 @@ COMMANDS: Final = {
     "chat": ("octavo.cli.chat", "talk to a model"),
     "batch": ("octavo.cli.batch", "run a file of requests, for throughput"),
     "status": ("octavo.cli.status", "show what a scheduler is doing"),
+    "explain": ("octavo.cli.explain", "say where the time of a request went, and what held it up"),
     "usage": ("octavo.cli.usage", "say who has used the devices, and what that costs, as CSV"),
     "pin": ("octavo.cli.pins", "keep a prefix in KV memory, whatever the load"),
     "unpin": ("octavo.cli.pins", "let a pinned prefix go"),
