@@ -62,6 +62,7 @@ class GenerationService:
         state = await self._admission.start(incoming, self._admission.open(stream))
         try:
             await self._write(outbox, context)
+            self._driver.delivered(state)
         except asyncio.CancelledError:
             if outbox.cut:
                 raise ServiceError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from octavo.protocol.steps import FinishReason, Report
 
@@ -93,6 +93,10 @@ class SchedulerCore:
             self._lifecycle.end_choice(request.sequences[choice], FinishReason.STOP, now, out)
             self._place_waiting(now, out)
         return out
+
+    def delivered(self, request_id: str, now: float) -> list[Effect]:
+        """The client has taken the end of a request late. Nothing follows from it: a plan log notes it."""
+        return []
 
     def drain(self, now: float) -> list[Effect]:
         """Refuse new requests from now on; what is here goes on."""
@@ -249,6 +253,11 @@ class SchedulerCore:
         """The live requests, to be looked at and not changed."""
         return self._lifecycle.requests
 
+    @property
+    def workers(self) -> Mapping[str, WorkerState]:
+        """The attached workers, to be looked at and not changed."""
+        return self._workers
+
     def find(self, request_id: str) -> Request | None:
         """Return a live request, to be looked at and not changed."""
         return self._lifecycle.requests.get(request_id)
@@ -263,6 +272,11 @@ class SchedulerCore:
             if sequence.request is request:
                 return position, len(queue)
         return None
+
+    def ahead_of(self, sequence: Sequence, now: float) -> Iterator[Sequence]:
+        """Yield those that stand before one that waits."""
+        queue = self._models[sequence.request.spec.model].pool.queue
+        return itertools.takewhile(lambda other: other is not sequence, queue.order(now))
 
     # Inside --------------------------------------------------------------------------------------
 

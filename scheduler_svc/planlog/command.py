@@ -74,6 +74,22 @@ def usage(path: Path) -> UsageReport:
         raise ValueError(str(error)) from error
 
 
+def explain(path: Path, request_id: str, *, as_json: bool) -> int:
+    """Say where the time of a request went; for `octavo explain`. Return the exit code."""
+    from scheduler_svc.planlog import PlanLogError, explain_command  # noqa: PLC0415 # an extra
+
+    try:
+        account, story = explain_command.account_of(path, request_id)
+    except (PlanLogError, OSError) as error:
+        output.fail(str(error))
+        return EXIT_USAGE
+    if as_json:
+        print(output.to_json(explain_command.as_record(account, story)))
+    else:
+        print(f"{explain_command.shown(account)}\n\n{_story(story)}")
+    return EXIT_OK
+
+
 def _as_record(result: ReplayResult, story: RequestStory | None, waits: Waits) -> dict[str, Any]:
     return {
         "events": dict(result.events),

@@ -132,6 +132,8 @@ class RequestState:
         self.request = request
         self.account = account
         self.ended = False
+        self.ended_at: float | None = None
+        """Monotonic seconds."""
         self.on_end: Callable[[], None] | None = None
         self.on_submit: Callable[[], None] = lambda: None
         """To be called when the core is given the request."""
@@ -313,6 +315,7 @@ class RequestState:
         if self.ended:
             return
         self.ended = True
+        self.ended_at = self.account.now()
         self.account.end("SLOW_CONSUMER" if self._outbox.cut else outcome)
         self._outbox.end(self.request_id, error, told=told)
         if self.on_end is not None:

@@ -65,7 +65,7 @@ FLOORS = {
         "v1",
     ),
     "octavo_lab": (
-        "bench scorecard",
+        "bench scorecard whatif",
         "tune ladder",
         "overload chunked fleet compare fragmentation vegeta chaos hardening",
         "serve",

@@ -39,6 +39,7 @@ COMMANDS: Final = {
     "chat": ("octavo.cli.chat", "talk to a model"),
     "batch": ("octavo.cli.batch", "run a file of requests, for throughput"),
     "status": ("octavo.cli.status", "show what a scheduler is doing"),
+    "explain": ("octavo.cli.explain", "say where the time of a request went, and what held it up"),
     "usage": ("octavo.cli.usage", "say who has used the devices, and what that costs, as CSV"),
     "pin": ("octavo.cli.pins", "keep a prefix in KV memory, whatever the load"),
     "unpin": ("octavo.cli.pins", "let a pinned prefix go"),
@@ -55,6 +56,7 @@ ADDED: Final = {
     "bench": ("octavo[bench]", "measure a service, or parts of it"),
     "chaos": ("octavo[bench]", "attack a stack of real processes, and see what its clients notice"),
     "tune": ("octavo[bench]", "find the settings that serve most within a latency target"),
+    "whatif": ("octavo[bench]", "tell how much sooner a request of a plan log would have begun otherwise"),
     "replay": ("octavo[scheduler]", "replay a plan log, and tell why a request waited"),
 }
 ENTRY_POINTS: Final = "octavo.commands"

@@ -64,6 +64,7 @@ from scheduler_svc.planlog.writer import FRAME, MAGIC
 DATA = Path(__file__).parent / "data"
 OVERLOADED = CoreConfig(step_watchdog_s=2.0, max_waiting_requests=40, overload=OverloadConfig())
 NOT_LOGGED = {
+    "ahead_of",
     "caps",
     "explain_to",
     "find",
