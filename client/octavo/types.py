@@ -41,6 +41,9 @@ class GenerateOptions(SamplingOptions, total=False):
     request_id: str
     """Unique among the live requests of the service; drawn when absent."""
     sampling: SamplingParams
+    response_format: type | Mapping[str, Any]
+    """The same as `structured`, as in the OpenAI API; or a class of pydantic, and `GenerateResult.parsed` is
+    an instance of it."""
     priority: Priority | PriorityName
     queue_timeout: float
     """Longest wait in the queue, in seconds. 0: start at once or not at all."""
@@ -173,6 +176,9 @@ class GenerateResult:
     """The random stream that was used: give it again to get the same output."""
     level: int | None = None
     """Degradation level of the service at admission, 0 to 4."""
+    parsed: Any = None
+    """The first choice, as an instance of the class that `response_format` named. None without one, and when
+    the output did not come to its end, by max_tokens for instance."""
 
     @property
     def text(self) -> str:
