@@ -198,7 +198,7 @@ class AsyncClient:
         Raises:
             OctavoError: the request was refused or failed; see `octavo.errors`.
         """
-        return await self._core.run(wire.text_request(prompt, options))
+        return wire.parsed(await self._core.run(wire.text_request(prompt, options)), options)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Start a request and return its output as it comes; raises as `generate` does."""
@@ -206,7 +206,7 @@ class AsyncClient:
 
     async def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateResult:
         """Return the whole answer in a conversation; raises as `generate` does."""
-        return await self._core.run(wire.chat_request(messages, options))
+        return wire.parsed(await self._core.run(wire.chat_request(messages, options)), options)
 
     def chat_stream(self, messages: Messages, **options: Unpack[ChatOptions]) -> AsyncStream:
         """Start the answer in a conversation and return it as it comes; raises as `generate` does."""

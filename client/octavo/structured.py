@@ -1,4 +1,4 @@
-"""What can be told of a constraint on the output without compiling it."""
+"""Constraints on the output as people write them, and what can be told of one without compiling it."""
 
 from __future__ import annotations
 
@@ -52,6 +52,26 @@ _NOT_HELD_TO: Final = frozenset(
 _OF_NAMES: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 """Keywords whose value has schemas under names of the writer's own."""
 _OF_VALUES: Final = frozenset({"enum", "const", "default", "examples"})
+
+
+def of_response_format(wanted: Any) -> StructuredOutput | None:
+    """Return the constraint of a `response_format`: as in the OpenAI API, or a class of pydantic.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if hasattr(wanted, "model_json_schema"):
+        return StructuredOutput(json_schema=json.dumps(wanted.model_json_schema()), strict=True)
+    match wanted:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return StructuredOutput(json_object=True)
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema, **rest}}:
+            return StructuredOutput(json_schema=json.dumps(schema), strict=rest.get("strict"))
+        case {"type": "structural_tag"}:
+            return StructuredOutput(structural_tag=json.dumps(wanted))
+    raise ValueError("must be of type text, json_object, structural_tag, or json_schema with its schema")
 
 
 def problem_of(structured: StructuredOutput) -> tuple[str, str] | None:

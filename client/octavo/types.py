@@ -43,6 +43,9 @@ class GenerateOptions(SamplingOptions, total=False):
     request_id: str
     """Unique among the live requests of the service; drawn when absent."""
     sampling: SamplingParams
+    response_format: type | Mapping[str, Any]
+    """The same as `structured`, as in the OpenAI API; or a class of pydantic, and `GenerateResult.parsed` is
+    an instance of it."""
     priority: Priority | PriorityName
     queue_timeout: float
     """Longest wait in the queue, in seconds. 0: start at once or not at all."""
@@ -179,6 +182,9 @@ class GenerateResult:
     """Degradation level of the service at admission, 0 to 4."""
     in_reasoning: bool = False
     """The output goes on with thoughts that the prompt begins."""
+    parsed: Any = None
+    """The first choice, as an instance of the class that `response_format` named. None without one, and when
+    the output did not come to its end, by max_tokens for instance."""
 
     @property
     def text(self) -> str:

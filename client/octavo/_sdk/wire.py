@@ -14,7 +14,7 @@ from octavo.keys import QUOTAS, Quotas
 from octavo.protocol.bounds import MAX_MESSAGE_BYTES
 from octavo.protocol.convert_sampling import sampling_to_proto
 from octavo.protocol.scalars import Scalars, given
-from octavo.protocol.steps import Priority, TokenLogprobs
+from octavo.protocol.steps import FinishReason, Priority, TokenLogprobs
 from octavo.sampling import OF_MODEL, SamplingParams
 from octavo.status import (
     HistoryPoint,
@@ -31,10 +31,12 @@ from octavo.status import (
     UsageReport,
     WorkerStatus,
 )
+from octavo.structured import of_response_format
 from octavo.types import (
     Accepted,
     BatchItem,
     ChatMessage,
+    GenerateResult,
     Messages,
     ModelInfo,
     Prompt,
@@ -172,7 +174,9 @@ def _turn(index: int, turn: Mapping[str, Any]) -> ChatMessage:
 
 def _request(options: Mapping[str, Any]) -> pb.GenerateRequest:
     request = pb.GenerateRequest(return_token_ids=True)
-    unknown = options.keys() - _SAMPLING - {"sampling", "priority", *_SECONDS, *_TERMS, *_PLAIN}
+    unknown = (
+        options.keys() - _SAMPLING - {"sampling", "response_format", "priority", *_SECONDS, *_TERMS, *_PLAIN}
+    )
     if unknown:
         raise TypeError(f"unknown option {min(unknown)!r}")
     for name in _PLAIN:
@@ -195,6 +199,14 @@ def _request(options: Mapping[str, Any]) -> pb.GenerateRequest:
     return request
 
 
+def parsed(result: GenerateResult, options: Mapping[str, Any]) -> GenerateResult:
+    """Return a result with the instance that the options asked for."""
+    wanted = options.get("response_format")
+    if result.finish_reason is not FinishReason.STOP or not hasattr(wanted, "model_validate_json"):
+        return result
+    return replace(result, parsed=wanted.model_validate_json(result.text))
+
+
 def _sampling(options: Mapping[str, Any]) -> SamplingParams | None:
     given = {name: options[name] for name in _SAMPLING & options.keys() if options[name] is not None}
     if isinstance(given.get("stop"), str):
@@ -202,6 +214,11 @@ def _sampling(options: Mapping[str, Any]) -> SamplingParams | None:
     for name in ("stop", "stop_token_ids"):
         if name in given:
             given[name] = tuple(given[name])
+    if (wanted := options.get("response_format")) is not None:
+        try:
+            given["structured"] = of_response_format(wanted)
+        except ValueError as error:
+            raise InvalidRequestError.of_fields(("response_format", str(error))) from None
     sampling: SamplingParams | None = options.get("sampling")
     if given:
         sampling = replace(sampling or SamplingParams(), **given)

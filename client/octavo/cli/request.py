@@ -12,7 +12,7 @@ from typing import Any, Final
 from octavo.cli import output
 from octavo.client import Client
 from octavo.errors import InvalidRequestError
-from octavo.sampling import SCALARS
+from octavo.sampling import SCALARS, StructuredOutput
 from octavo.service.tls import Tls
 from octavo.types import Delta, GenerateResult
 
@@ -74,14 +74,15 @@ def key_of(arguments: argparse.Namespace) -> str | None:
     Raises:
         InvalidRequestError: the file cannot be read.
     """
-    if arguments.api_key_file is None:
-        return None
+    return None if arguments.api_key_file is None else _text_of("api_key_file", arguments.api_key_file)
+
+
+def _text_of(field: str, path: Path) -> str:
     try:
-        text: str = arguments.api_key_file.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise InvalidRequestError.of_fields(("api_key_file", f"{arguments.api_key_file}: {why}")) from None
-    return text
+        raise InvalidRequestError.of_fields((field, f"{path}: {why}")) from None
 
 
 def connect(
@@ -106,12 +107,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of text")
     group.add_argument("--priority", choices=("interactive", "standard", "batch"), help="class of service")
+    constraints = parser.add_argument_group("constraint on the output").add_mutually_exclusive_group()
+    constraints.add_argument("--json-object", action="store_true", help="any JSON object")
+    constraints.add_argument(
+        "--json-schema", type=Path, metavar="FILE", help="JSON that follows the schema in this file"
+    )
+    constraints.add_argument("--regex", metavar="PATTERN", help="a text that the pattern matches as a whole")
+    constraints.add_argument(
+        "--choice", action="append", metavar="TEXT", help="one of these texts; may be repeated"
+    )
+    constraints.add_argument(
+        "--grammar", type=Path, metavar="FILE", help="a text of the grammar (GBNF) in this file"
+    )
+
+
+def _structured(arguments: argparse.Namespace) -> StructuredOutput | None:
+    """Return the constraint that was given, if any; raises InvalidRequestError for a file that is none."""
+    if arguments.json_object:
+        return StructuredOutput(json_object=True)
+    if arguments.json_schema is not None:
+        return StructuredOutput(json_schema=_text_of("json_schema", arguments.json_schema), strict=True)
+    if arguments.regex is not None:
+        return StructuredOutput(regex=arguments.regex)
+    if arguments.choice is not None:
+        return StructuredOutput(choice=tuple(arguments.choice))
+    if arguments.grammar is not None:
+        return StructuredOutput(grammar=_text_of("grammar", arguments.grammar))
+    return None
 
 
 def options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options that were given."""
     names = ("model", "stop", "ignore_eos", "priority", *(name for name, _, _ in _NUMBERS))
     given = {name: getattr(arguments, name) for name in names}
+    given["structured"] = _structured(arguments)
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -81,13 +81,19 @@ class JsonSchema(Strict):
 class ResponseFormat(Strict):
     """What the output is."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = Field(None, description="of a structural tag of xgrammar")
+    structures: Objects | None = Field(None, description="of one in its older form: begin, schema, end")
+    triggers: list[str] | None = Field(None, description="with `structures`: texts that begin one of them")
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise _conflict("json_schema", "goes with the type json_schema, and only with it")
+        tagged = self.format is not None or (self.structures is not None and self.triggers is not None)
+        if (self.type == "structural_tag") != tagged:
+            raise _conflict("format", "goes with the type structural_tag, and only with it")
         return self
 
 
@@ -95,9 +101,7 @@ class StructuredOutputs(Strict):
     """One constraint on the output, in the terms of `vllm serve`."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "structural_tag": _NOTHING,
         "whitespace_pattern": _NOTHING,
-        "disable_any_whitespace": _FALSE,
         "disable_additional_properties": _FALSE,
     }
 
@@ -106,12 +110,15 @@ class StructuredOutputs(Strict):
     choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool | None = None
 
     @model_validator(mode="after")
     def _only_one(self) -> Self:
-        given = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
-        if sum(one is not None for one in given) != 1:
-            raise ValueError("exactly one of json, regex, choice, grammar and json_object must be given")
+        texts = [self.json_, self.regex, self.grammar, self.structural_tag]
+        if sum(one is not None for one in [*texts, self.choice, self.json_object or None]) != 1:
+            names = "json, regex, choice, grammar, json_object and structural_tag"
+            raise ValueError(f"exactly one of {names} must be given")
         return self
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, cast
 
 from octavo._sdk.channel import check_api_key
 from octavo.errors import InvalidRequestError
+from octavo.gateway.constraints import structured_of
 from octavo.gateway.errors import CHALLENGE, Failure, GatewayError, invalid
 from octavo.gateway.schemas import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     Message,
-    StructuredOutputs,
 )
 from octavo.gateway.tools import ToolUse, tool_use
 from octavo.protocol.bounds import short
-from octavo.sampling import SamplingParams, StructuredOutput
+from octavo.sampling import SamplingParams
 from octavo.types import ChatMessage, ChatOptions, GenerateOptions, Prompt, TemplateOptions
 
 HEADER_PREFIX: Final = "x-octavo-"
@@ -152,7 +151,7 @@ def _options(request: GenerationRequest, headers: Mapping[str, str]) -> dict[str
         options["logit_bias"] = request.logit_bias
     if request.skip_special_tokens is False:
         options["keep_special_tokens"] = True
-    structured = _structured(request)
+    structured = structured_of(request)
     if structured is not None:
         options["structured"] = structured
     return options
@@ -213,33 +212,6 @@ def bearer_key(headers: Mapping[str, str]) -> str:
         failure = Failure(401, error.message, "invalid_api_key", retry=False, headers=CHALLENGE)
         raise GatewayError(failure) from None
     return key
-
-
-def _structured(request: GenerationRequest) -> StructuredOutput | None:
-    if request.structured_outputs is not None:
-        return _of_structured_outputs(request.structured_outputs)
-    wanted = request.response_format
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.json_schema is None:
-        return StructuredOutput(json_object=True)
-    return StructuredOutput(json_schema=_schema("response_format", wanted.json_schema.schema_))
-
-
-def _of_structured_outputs(given: StructuredOutputs) -> StructuredOutput:
-    if given.json_ is not None:
-        schema = given.json_ if isinstance(given.json_, str) else _schema("structured_outputs", given.json_)
-        return StructuredOutput(json_schema=schema)
-    if given.choice is not None:
-        return StructuredOutput(choice=tuple(given.choice))
-    return StructuredOutput(regex=given.regex, grammar=given.grammar, json_object=given.json_object or None)
-
-
-def _schema(param: str, schema: dict[str, Any]) -> str:
-    try:
-        return json.dumps(schema, allow_nan=False)
-    except ValueError:
-        raise invalid(param, f"{param}: a number in the schema is not finite") from None
 
 
 def renamed(request: GenerationRequest) -> Mapping[str, str]:

@@ -61,10 +61,8 @@ OPEN = {"seed", "max_tokens", "logprobs"}
 WITHOUT_FLAG = {"n", "logprobs", "ignore_eos"}
 """The command line shows one choice and no log probabilities; its --ignore-eos takes no value."""
 SCHEDULER = {"n", "stop"}
-ENGINE = {"max_tokens", "ignore_eos", "stop_token_ids"}
-"""Conditions that end a sequence."""
-REFUSED = {"structured"}
-"""No runner constrains its output yet."""
+ENGINE = {"max_tokens", "ignore_eos", "stop_token_ids", "structured"}
+"""Conditions that end a sequence, and what has a guide made for it."""
 SEEDED_BY_STEP = {"seed"}
 """The vllm runner has draws of its own; see `draw_seed`."""
 IN_HTTP: dict[str, dict[str, Any]] = {
@@ -140,7 +138,7 @@ def test_every_number_has_a_flag_of_the_command_line() -> None:
 def test_every_parameter_is_read_by_the_torch_runner_or_by_whom_it_concerns() -> None:
     sampling: Any = Recorder(SamplingParams(**VALUES))
     SamplingState(SequenceData(1, [1], 1, sampling), (2,), 100)
-    assert sampling.read | SCHEDULER | ENGINE | REFUSED == {*PARAMETERS}
+    assert sampling.read | SCHEDULER | ENGINE == {*PARAMETERS}
 
 
 def test_every_parameter_is_read_by_the_vllm_runner_or_by_whom_it_concerns() -> None:

@@ -43,8 +43,9 @@ def sampling_kwargs(
     sequence, which are the engine's; stop tokens serve min_tokens only, and those beyond the vocabulary,
     which cannot be sampled anyway, would be out of bounds there.
     """
-    # Under a grammar its guide sees to it.
-    min_tokens = 0 if sampling.structured is not None else sampling.min_tokens or 0
+    min_tokens = sampling.min_tokens or 0
+    if sampling.structured is not None:
+        min_tokens = 0  # The guide sees to it.
     stops = {*sampling.stop_token_ids, *eos_token_ids} if min_tokens else ()
     return {
         "temperature": temperature_of(sampling),
