@@ -46,7 +46,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TimePart:
     """Time that went into one thing."""
 
     hold: Hold
@@ -97,12 +97,14 @@ class TimeAccount:
         return self._total_ns / _NS_PER_S
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TimePart]:
         """What its time went into, the most first."""
         choice = self._longest
         if choice is None:
             return []
-        found = [Part(hold, ns / _NS_PER_S, choice.texts[hold]) for hold, ns in choice.spent_ns.items() if ns]
+        found = [
+            TimePart(hold, ns / _NS_PER_S, choice.texts[hold]) for hold, ns in choice.spent_ns.items() if ns
+        ]
         return sorted(found, key=lambda part: -part.seconds)
 
     # Of an observer ------------------------------------------------------------------------------

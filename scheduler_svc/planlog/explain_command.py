@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.cli import output
 
-from scheduler_svc.planlog.account import Part, TimeAccount
+from scheduler_svc.planlog.account import TimeAccount, TimePart
 from scheduler_svc.planlog.explain import RequestStory
 from scheduler_svc.planlog.finding import find_request
 from scheduler_svc.planlog.replay import replay
@@ -53,7 +53,7 @@ def account_of(path: Path, request_id: str) -> tuple[TimeAccount, RequestStory]:
     return account, story
 
 
-def headline(part: Part) -> str:
+def headline(part: TimePart) -> str:
     """Return in words what a part of its time went into."""
     hold = part.hold
     return _WORDS.get(hold.cause or hold.kind, hold.cause or hold.kind).format(who=hold.who)

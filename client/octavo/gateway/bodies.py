@@ -12,11 +12,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.gateway.config import GatewayServerSection
-from octavo.gateway.errors import Failure, GatewayError, busy
+from octavo.gateway.errors import Failure, GatewayError, busy, send_failure
 from octavo.gateway.json_bounds import JsonScale, TooDeep, TooHeavy
 from octavo.gateway.key_check import KeyCheck
 from octavo.gateway.metrics import Metrics
-from octavo.gateway.routes import WITH_BODY
+from octavo.gateway.routes import WITH_BODY, Route
 from octavo.gateway.translate import bearer_key
 from octavo.protocol.bounds import short
 from octavo.service.memory import MemoryCeiling
@@ -163,6 +163,11 @@ class Bodies:
         if body.startswith(_OTHER_UNICODE) or b"\0" in body[:4]:
             raise GatewayError(Failure(400, "the body must be JSON in UTF-8", "invalid_request", retry=False))
         return bytes(body)
+
+    async def _refuse(self, send: Send, route: Route | None, failure: Failure) -> None:
+        handler = route.handler if route is not None else "unknown"
+        self._metrics.requests.labels(handler, str(failure.status)).inc()
+        await send_failure(send, failure, anthropic=route is not None and route.anthropic)
 
 
 _CLOSE: Final = {"connection": "close"}
