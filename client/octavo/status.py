@@ -107,9 +107,9 @@ class TenantStatus:
     output_tokens: int
     tokenized_bytes: int
     """Input that tokenizers have worked on."""
-    quotas: Quotas
-    device_s: float = 0.0
+    device_s: float
     """Its shares of the time of steps, times the devices of their workers."""
+    quotas: Quotas
 
 
 @dataclass(frozen=True, slots=True)
