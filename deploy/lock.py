@@ -20,7 +20,7 @@ LOCKS: Final = ROOT / "deploy" / "locks"
 # xgrammar asks for triton, a gigabyte that nothing loads on a CPU.
 CPU: Final = "torch==2.13.0+cpu\ntriton; sys_platform == 'never'\n"
 IMAGES: Final = {
-    "scheduler": ["--extra", "scheduler"],
+    "scheduler": ["--extra", "scheduler", "--extra", "certs", "--extra", "jwt"],
     "gateway": ["--extra", "gateway"],
     "worker-cpu": ["--extra", "worker"],
     "worker-cuda": ["--extra", "worker"],

@@ -97,7 +97,7 @@ def test_rank_on_another_ray_node_killed_is_a_lost_worker_and_the_request_goes_o
         worker = stack.workers[0]
         assert [len(ranks(node)) for node in nodes] == [1, 1]
         prompt = list(range(3, 40))
-        with Client(stack.endpoint) as client:
+        with Client(stack.endpoint, reconnect_timeout=READY_S) as client:
             deltas = iter(client.stream(prompt, temperature=0.0, max_tokens=200, ignore_eos=True))
             first = next(delta for delta in deltas if delta.token_ids)
             ranks(nodes[1])[0].kill()

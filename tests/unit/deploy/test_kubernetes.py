@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ KUBERNETES: Final = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes
 OVERLAYS: Final = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 API: Final = "1.32"
 CUSTOM: Final = {
-    "Certificate": "commonName dnsNames duration isCA issuerRef privateKey renewBefore secretName usages",
+    "Certificate": "commonName dnsNames duration ipAddresses isCA issuerRef privateKey renewBefore "
+    "secretName usages",
     "Issuer": "ca selfSigned",
     "ServiceMonitor": "endpoints selector",
     "ScaledObject": "advanced cooldownPeriod maxReplicaCount minReplicaCount pollingInterval "
@@ -90,13 +92,14 @@ def test_pods_of_an_overlay_fit_the_schemas_of_the_api(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_commands_and_variables_of_an_overlay_are_ours(overlay: str) -> None:
     for _, container in containers(overlay):
+        variables = {one["name"]: one.get("value", "1") for one in container.get("env", ())}
         if "command" not in container:
-            check_words(container["args"])
+            check_words(container["args"], variables)
         for line in container.get("args", ()) if "command" in container else ():
             _, found, words = line.partition("octavo ")
             if found:
-                check_words(words.split())
-        check_environment(variable["name"] for variable in container.get("env", ()))
+                check_words(words.split(), variables)
+        check_environment(variables)
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             _check_command(container.get(probe, {}))
         _check_command(container.get("lifecycle", {}).get("preStop", {}))
@@ -106,6 +109,15 @@ def _check_command(handler: dict[str, Any]) -> None:
     words = handler.get("exec", {}).get("command", [])
     if words[:1] == ["octavo"]:
         check_words(words[1:])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_variables_that_others_are_made_of_come_before_them(overlay: str) -> None:
+    for name, container in containers(overlay):
+        known: set[str] = set()
+        for variable in container.get("env", ()):
+            assert set(re.findall(r"\$\((\w+)\)", variable.get("value", ""))) <= known, name
+            known.add(variable["name"])
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
