@@ -80,6 +80,11 @@ class Access:
             return False
         return True
 
+    def id_of(self, key: str | None) -> str | None:
+        """Return what names a key in logs, None for none, or one that is not known."""
+        found = self.key_file.find(key) if self.key_file is not None and key is not None else None
+        return found.id if found is not None else None
+
     def check_peer(self, peer: str) -> None:
         """Refuse an operation to a caller on another machine where there are no keys to tell operators by.
 

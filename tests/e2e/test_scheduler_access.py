@@ -374,3 +374,22 @@ async def test_scheduler_with_a_broken_key_file_does_not_start(tmp_path: Path) -
         (line,) = process.lines
         assert line["reason"] == "KEY_FILE"
         assert "tenants.a.weight" in line["problem"]
+
+
+async def test_what_an_operator_does_is_logged_with_the_key_and_without_prompts(
+    pair: tuple[Stack, Worker],
+) -> None:
+    stack, _ = pair
+    with structlog.testing.capture_logs() as logs:
+        async with octavo.AsyncClient(f"127.0.0.1:{stack.port}", api_key=KEYS["boss"]) as client:
+            await client.pin_prefix("greeting", "a secret prompt " * 20)
+            with pytest.raises(octavo.OctavoError):
+                await client.drain("nobody")
+    told = [line for line in logs if line["event"] == "operator_action"]
+    assert [(line["action"], line["key"], line["outcome"]) for line in told] == [
+        ("pin_prefix", "boss", "OK"),
+        ("drain", "boss", "UNKNOWN_WORKER"),
+    ]
+    assert told[0]["name"] == "greeting"
+    assert told[1]["worker_id"] == "nobody"
+    assert "secret prompt" not in str(told)
