@@ -90,6 +90,14 @@ class AccessSection(Section):
         description="TOML file of API keys and tenants, followed while it changes; "
         "without one everybody is the anonymous tenant",
     )
+    jwt_issuer: Name | None = Field(
+        None, description="issuer of tokens (JWT) that are taken for keys of tenants of the key file"
+    )
+    jwt_audience: Name | None = Field(None, description="whom such tokens must be made for")
+    jwt_jwks: str | None = Field(
+        None, description="public keys of the issuer: a JWKS file, followed, or an https URL, fetched"
+    )
+    jwt_tenant_claim: Name = Field("tenant", description="claim of a token that names its tenant")
     cache_secret: SecretStr = Field(
         SecretStr(""),
         description="keeps tenants from guessing each other's cache keys; must outlive restarts",

@@ -15,11 +15,13 @@ from octavo.service.loop_lag import LoopLag
 from octavo.service.memory import MemoryCeiling
 from octavo.service.metrics_port import MetricsPort
 from octavo.service.security import client_tls, read_secret, server_tls
+from octavo.service.settings import SettingsError
 
 from scheduler_svc.admission.access import Access
 from scheduler_svc.admission.admission import Admission, InputProcessor
 from scheduler_svc.admission.key_file import KeyFileWatch
 from scheduler_svc.admission.load import LoadGate
+from scheduler_svc.admission.tokens import Tokens, TokenSettingsError
 from scheduler_svc.api.generation import GenerationService
 from scheduler_svc.api.operations import PinService, StatusService
 from scheduler_svc.api.server import SchedulerServer, Services
@@ -87,6 +89,7 @@ class SchedulerProcess:
 
         self.access = Access(self.metrics)
         self._key_file = self._load_keys()
+        self.access.tokens = self._load_tokens()
         gate = LoadGate(self.models, self.driver, self._ceiling, settings.queue)
         self._inputs = InputProcessor(self.models, self.pool, gate, settings.access)
         self._admission = Admission(self.access, gate, self._inputs, self.driver, self.accounts)
@@ -138,6 +141,8 @@ class SchedulerProcess:
         ]
         if self._key_file is not None:
             watching.append(_watch("key_file", self._key_file.run()))
+        if self.access.tokens is not None:
+            watching.append(_watch("tokens", self.access.tokens.run()))
         log.info(
             "scheduler_listening",
             scheduler_id=self.scheduler_id,
@@ -224,6 +229,17 @@ class SchedulerProcess:
                 remedy="set OCTAVO_SCHEDULER_CACHE_SECRET to a random value that outlives restarts",
             )
         return watch
+
+    def _load_tokens(self) -> Tokens | None:
+        access = self._settings.access
+        if access.jwt_issuer is None and access.jwt_audience is None and access.jwt_jwks is None:
+            return None
+        if access.key_file is None:
+            raise SettingsError("tokens name tenants of the key file: set key_file, too")
+        try:
+            return Tokens(access)
+        except TokenSettingsError as error:
+            raise SettingsError(str(error)) from None
 
     def _make_status(self) -> StatusCollector:
         key_file = self._key_file

@@ -143,6 +143,11 @@ def is_key(key: str) -> bool:
     return _KEY.fullmatch(key) is not None
 
 
+def may_be_key(key: str) -> bool:
+    """Return whether it has the form of a key, or of a token that a scheduler may take for one."""
+    return is_key(key) or key.count(".") == 2
+
+
 def digest_of(key: str, salt: bytes | None = None) -> bytes:
     """Return the SHA-256 of a key, with a salt its HMAC."""
     if salt is None:

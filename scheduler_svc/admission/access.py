@@ -14,6 +14,7 @@ from octavo.service.address import is_loopback
 from octavo.service.call_guard import Metadata, bearer_key
 from octavo.v1 import generation_pb2, operations_pb2
 
+from scheduler_svc.admission.tokens import Tokens
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.observe.metrics import SchedulerMetrics
 
@@ -38,6 +39,8 @@ class Access:
         self._metrics = metrics
         self.key_file: KeyFile | None = None
         """The one in force; replaced as a whole."""
+        self.tokens: Tokens | None = None
+        """Takes tokens of others for keys of its tenants."""
 
     def authenticate(self, key: str | None, role: Role | None = Role.INFERENCE) -> Tenant:
         """Return the tenant in whose name a request with this key runs. Without a role any key will do.
@@ -53,7 +56,7 @@ class Access:
         """Return how many requests the tenant of a key may have at once; None is without limit."""
         if self.key_file is None or key is None:
             return None
-        found = self.key_file.find(key)
+        found = self._look_up(self.key_file, key)
         return found.tenant.quotas.requests_in_flight if found is not None else None
 
     def authorize(self, method: str, metadata: Metadata | None) -> str | None:
@@ -79,6 +82,11 @@ class Access:
         except ServiceError:
             return False
         return True
+
+    def id_of(self, key: str | None) -> str | None:
+        """Return what names a key in logs, None for none, or one that is not known."""
+        found = self._look_up(self.key_file, key) if self.key_file is not None and key is not None else None
+        return found.id if found is not None else None
 
     def check_peer(self, peer: str) -> None:
         """Refuse an operation to a caller on another machine where there are no keys to tell operators by.
@@ -108,7 +116,7 @@ class Access:
     def _find(self, key_file: KeyFile, key: str | None, role: Role | None) -> Key:
         if key is None:
             raise self._refuse("NO_API_KEY", "an API key is needed, as metadata `authorization: Bearer KEY`")
-        found = key_file.find(key)
+        found = self._look_up(key_file, key)
         if found is None:
             raise self._refuse("BAD_API_KEY", "the API key is not known here")
         # Who may change things may look at them.
@@ -117,6 +125,10 @@ class Access:
             problem = f"the key {found.id} does not have the role {role}"
             raise self._refuse("ROLE_REQUIRED", problem, {"key": found.id, "role": str(role)})
         return found
+
+    def _look_up(self, key_file: KeyFile, key: str) -> Key | None:
+        found = key_file.find(key)
+        return found if found or self.tokens is None else self.tokens.find(key, key_file.tenants)
 
     def _refuse(
         self, reason: str, message: str, metadata: Mapping[str, str] = MappingProxyType({})

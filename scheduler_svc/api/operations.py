@@ -7,8 +7,10 @@ import math
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any, Final, TypeVar
+from urllib.parse import unquote
 
 import grpc
+import structlog
 from octavo.keys import Role
 from octavo.protocol.convert import keys_from_proto
 from octavo.service.call_guard import bearer_key
@@ -31,19 +33,38 @@ from scheduler_svc.text.tokenization import EncodeChat, EncodeText, KeySpec, Tak
 
 _MIN_INTERVAL_MS: Final = 100
 _WATCH: Final = f"/{OPERATIONS}/WatchStatus"
+_TRACED: Final = ("worker_id", "grace_ms", "model", "name", "tenant")
+"""Fields of requests that the trace of an operation holds; none of them is a prompt."""
 _R = TypeVar("_R")
+_log = structlog.get_logger()
 
 
 def operating(
     method: Callable[[Any, Any, Context], Awaitable[_R]],
 ) -> Callable[[Any, Any, Context], Awaitable[_R]]:
-    """Make a method that does more than tell the status answer, and refuse whom it is not for."""
+    """Make a method that changes or checks something refuse whom it is not for, and leave a trace."""
 
     @answering
     @wraps(method)
-    async def wrapper(self: Any, request: object, context: Context) -> _R:
-        self._access.check_peer(context.peer())
-        return await method(self, request, context)
+    async def wrapper(self: Any, request: Any, context: Context) -> _R:
+        outcome = "FAILED"
+        try:
+            self._access.check_peer(context.peer())
+            answer = await method(self, request, context)
+            outcome = "OK"
+        except ServiceError as error:
+            outcome = error.reason
+            raise
+        finally:
+            _log.info(
+                "operator_action",
+                action=method.__name__,
+                key=self._access.id_of(bearer_key(context.invocation_metadata())),
+                peer=unquote(context.peer()),
+                outcome=outcome,
+                **{name: value for name in _TRACED if (value := getattr(request, name, None))},
+            )
+        return answer
 
     return wrapper
 

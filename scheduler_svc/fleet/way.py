@@ -67,7 +67,13 @@ class Ways:
         found = None
         if tls is not None:
             paths = [Path(path) for path in (tls.ca, tls.cert, tls.key) if path is not None]
-            found = Followed(paths, lambda _: tls.read(), secret=Path(tls.key) if tls.key else None)
+            found = Followed(paths, lambda _: _checked(tls), secret=Path(tls.key) if tls.key else None)
         _, named = split_scheme(target)
         host = named.removeprefix("dns:").rpartition(":")[0].strip("[]") if address is not None else None
         return Way(address or named, host, found, self._secret)
+
+
+def _checked(tls: Tls) -> TlsFiles:
+    """Return what the files hold; raises OSError while it does not fit together."""
+    tls.ssl_context()
+    return tls.read()

@@ -27,6 +27,7 @@ from octavo.protocol.later import unknown_fields
 from octavo.protocol.proxy import proxy_of
 from octavo.protocol.steps import KEY_BYTES, PROTOCOL_VERSION, Admit, Plan
 from octavo.service.status import error_in
+from octavo.service.tls import TlsFiles
 from octavo.v1 import common_pb2, operations_pb2, worker_pb2, worker_pb2_grpc
 
 from scheduler_svc.core.events import WorkerInfo
@@ -47,6 +48,8 @@ _MAX_OUTGOING: Final = 1024
 _ASK_AGAIN_S: Final = 0.25
 """A worker that another scheduler has is asked this often; a takeover may wait for so long."""
 _LEAVE_S: Final = 1.0
+_LOOK_S: Final = 1.0
+"""How often an attempt to connect looks whether the files of TLS have changed."""
 # Converting this many tokens takes a few hundred microseconds.
 _SLICE_TOKENS: Final = 8192
 _TOKENS_PER_BIAS: Final = 8
@@ -158,14 +161,20 @@ class WorkerLink:
                 self._stub = cast("worker_pb2_grpc.WorkerAsyncStub", worker_pb2_grpc.WorkerStub(channel))
                 # A channel checks and presents for life what it was made with.
                 while not self._leaving and self._way.files() == files:
-                    delay_s = await self._attempt(self._stub, delay_s)
+                    delay_s = await self._attempt(self._stub, files, delay_s)
 
-    async def _attempt(self, stub: worker_pb2_grpc.WorkerAsyncStub, delay_s: float) -> float:
+    async def _attempt(
+        self, stub: worker_pb2_grpc.WorkerAsyncStub, files: TlsFiles | None, delay_s: float
+    ) -> float:
         """Attach once, and wait before the next time; return how long that was."""
         began = time.monotonic()
         self._session = asyncio.create_task(self._attach(stub))
         try:
-            await asyncio.wait([self._session])
+            # What waits for a connection that is refused would wait on though the files are others now.
+            look_s = _LOOK_S if files is not None else None
+            while not (await asyncio.wait([self._session], timeout=look_s))[0]:
+                if not self.attached and self._way.files() != files:
+                    self.detach("the files of TLS have changed")
         finally:
             # When this task is cancelled, the session ends with it.
             await _cancel(self._session)
@@ -433,6 +442,13 @@ class WorkerLink:
         self._become("lost" if self.status.worker_id else "connecting")
         if problem != self.last_problem:
             self._log.warning("worker_link_ended", worker_id=self.status.worker_id, problem=problem)
+            if _is_of_a_twin(session):
+                self._log.error(
+                    "scheduler_id_not_unique",
+                    scheduler_id=self._context.scheduler_id,
+                    meaning="another scheduler of this name takes the worker away; each needs its own",
+                    remedy="give every scheduler another --scheduler-id, or none",
+                )
         self.last_problem = problem
 
     def _become(self, state: str) -> None:
@@ -467,6 +483,13 @@ def _cost(admit: Admit) -> int:
     """Return about how long an admission takes to convert, in tokens."""
     sampling = admit.sampling
     return len(admit.token_ids) + _TOKENS_PER_BIAS * (len(sampling.logit_bias) + len(sampling.stop_token_ids))
+
+
+def _is_of_a_twin(session: asyncio.Task[None]) -> bool:
+    """Return whether a session ended because somebody else attached in the name of this scheduler."""
+    error = None if session.cancelled() else session.exception()
+    told = error_in(error) if isinstance(error, grpc.aio.AioRpcError) else None
+    return told is not None and told.reason in ("SUPERSEDED", "STALE_EPOCH")
 
 
 def _say(error: BaseException | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
+import structlog
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
@@ -290,3 +291,18 @@ async def test_worker_whose_adapter_is_named_as_a_model_is_kept_out() -> None:
     finally:
         await first.stop()
         await misfit.stop()
+
+
+async def test_two_schedulers_of_one_name_say_so() -> None:
+    worker = await start_worker()
+    try:
+        with structlog.testing.capture_logs() as logs:
+            async with (
+                scheduler(worker.address, scheduler_id="twin"),
+                scheduler(worker.address, scheduler_id="twin"),
+            ):
+                await until(lambda: any(line["event"] == "scheduler_id_not_unique" for line in logs))
+    finally:
+        await worker.stop()
+    told = next(line for line in logs if line["event"] == "scheduler_id_not_unique")
+    assert (told["log_level"], told["scheduler_id"]) == ("error", "twin")

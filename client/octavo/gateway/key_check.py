@@ -17,7 +17,7 @@ from typing import Final
 from octavo.aio import AsyncClient
 from octavo.errors import AccessDeniedError, ErrorInfo, OctavoError
 from octavo.gateway.errors import Failure, failure_of
-from octavo.keys import is_key
+from octavo.keys import may_be_key
 
 _GOOD_S: Final = 10.0
 _BAD_S: Final = 2.0
@@ -55,7 +55,7 @@ class KeyCheck:
         without_key = await self._ask(NO_KEY)
         if key == NO_KEY or without_key is None or without_key.status >= 500:
             return without_key
-        if not is_key(key):
+        if not may_be_key(key):
             return _BAD_KEY
         return await self._ask(key)
 
@@ -68,7 +68,7 @@ class KeyCheck:
         without_key = await self._ask(NO_KEY)
         if without_key is None or (without_key.status >= 500 and not self._wanted):
             return None
-        if key == NO_KEY or not is_key(key):
+        if key == NO_KEY or not may_be_key(key):
             return without_key if key == NO_KEY else _BAD_KEY
         return await self._ask(key, figures=figures)
 
