@@ -68,7 +68,8 @@ class SchedulerProcess:
         self.tenants = self.accounts.tenants
         core = _make_core(settings)
         self.driver = CoreDriver(core, self.accounts, self.metrics)
-        self._plan_log = core.plan_log if isinstance(core, RecordingCore) else None
+        self._recording = core if isinstance(core, RecordingCore) else None
+        self._plan_log = self._recording.plan_log if self._recording is not None else None
         if self._plan_log is not None:
             self.metrics.registry.register(PlanLogCollector(self._plan_log))
 
