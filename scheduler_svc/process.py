@@ -168,6 +168,8 @@ class SchedulerProcess:
                 task.cancel()
             if metrics is not None:
                 metrics.close()
+            if self._recording is not None:
+                self._recording.close()
         log.info("scheduler_stopped", scheduler_id=self.scheduler_id)
         return 0
 
