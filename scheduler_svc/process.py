@@ -70,7 +70,8 @@ class SchedulerProcess:
         self.tenants = self.accounts.tenants
         core = _make_core(settings)
         self.driver = CoreDriver(core, self.accounts, self.metrics)
-        self._plan_log = core.plan_log if isinstance(core, RecordingCore) else None
+        self._recording = core if isinstance(core, RecordingCore) else None
+        self._plan_log = self._recording.plan_log if self._recording is not None else None
         if self._plan_log is not None:
             self.metrics.registry.register(PlanLogCollector(self._plan_log))
 
@@ -172,6 +173,8 @@ class SchedulerProcess:
                 task.cancel()
             if metrics is not None:
                 metrics.close()
+            if self._recording is not None:
+                self._recording.close()
         log.info("scheduler_stopped", scheduler_id=self.scheduler_id)
         return 0
 

@@ -1,4 +1,4 @@
-"""`octavo whatif`: how much sooner a request would have begun without a tenant, or by another policy.
+"""`octavo bench whatif`: how much sooner a request would have begun without a tenant, or by another policy.
 
 The requests of a plan log come at the same times to simulated workers like those of the log, whose steps take
 what the scheduler had learned of them. Once as it was, once changed: so what differs is the change.
@@ -15,6 +15,7 @@ from octavo.cli import output
 from octavo.steptimes import StepTimes
 from octavo.v1.planlog_pb2 import PlanLogEntry
 
+from octavo_lab.command import BenchError
 from octavo_lab.sim import SimCell, SimWorkerConfig
 from scheduler_svc.core import (
     ChoiceTimings,
@@ -141,55 +142,49 @@ def simulate(
     return watch.ends
 
 
-def configure(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the command's arguments."""
-    del name
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     parser.add_argument("request_id", metavar="REQUEST_ID", help="its id, as the client or the log has it")
+    parser.add_argument("--plan-log", type=Path, metavar="FILE", required=True, help="the log in which it is")
     parser.add_argument(
-        "--plan-log", type=Path, metavar="FILE", required=True, help="the file in which it came"
-    )
-    parser.add_argument(
-        "--without-tenant",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="leave its requests out (again for more)",
+        "--without-tenant", action="append", default=[], metavar="NAME", help="leave its requests out"
     )
     parser.add_argument("--policy", choices=sorted(POLICIES), help="order the queue so")
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Do it and return the exit code."""
+def run(arguments: argparse.Namespace) -> str:
+    """Do it and return what there is to say.
+
+    Raises:
+        BenchError: the request was not answered in the log, or is of a tenant that is to be left out.
+    """
+    asked, without = arguments.request_id, frozenset(arguments.without_tenant)
     try:
-        core_id, files = find_request(arguments.plan_log, arguments.request_id)
+        core_id, files = find_request(arguments.plan_log, asked)
         past = past_of(files[0])
     except (PlanLogError, OSError) as error:
-        output.fail(str(error))
-        return 2
-    without = frozenset(arguments.without_tenant)
-    if core_id not in past.ends or all(core_id != spec.request_id for _, spec in past.requests):
-        output.fail(f"request {arguments.request_id!r} was not answered in {files[0]}")
-        return 2
-    if any(core_id == spec.request_id and spec.tenant in without for _, spec in past.requests):
-        output.fail(f"request {arguments.request_id!r} is of a tenant that is to be left out")
-        return 2
+        raise BenchError(str(error)) from error
+    spec = next((spec for _, spec in past.requests if spec.request_id == core_id), None)
+    if spec is None:
+        raise BenchError(f"request {asked!r} was not answered in {files[0]}")
+    if spec.tenant in without:
+        raise BenchError(f"request {asked!r} is of a tenant that is to be left out")
     as_it_was = simulate(past)[core_id]
     changed = simulate(past, arguments.policy, without)[core_id]
     sooner_s = as_it_was.queue_s - changed.queue_s
     if arguments.json:
         times = {"then": past.ends[core_id], "simulated": as_it_was, "changed": changed}
-        print(output.to_json({**times, "sooner_s": sooner_s}))
-        return 0
+        return output.to_json({**times, "sooner_s": sooner_s})
+    words = _words(arguments)
     rows = [
         _row("then", past.ends[core_id]),
         _row("simulated as it was", as_it_was),
-        _row("simulated " + _words(arguments), changed),
+        _row(f"simulated {words}", changed),
     ]
-    print(output.table(("", "BEGAN AFTER", "FIRST TOKEN", "ENDED"), rows, right=(1, 2, 3)))
+    times_table = output.table(("", "BEGAN AFTER", "FIRST TOKEN", "ENDED"), rows, right=(1, 2, 3))
     size = output.duration(abs(sooner_s))
-    print(f"\n{_words(arguments)} it would have begun {size} {'sooner' if sooner_s >= 0 else 'later'}")
-    return 0
+    return f"{times_table}\n\n{words} it would have begun {size} {'sooner' if sooner_s >= 0 else 'later'}"
 
 
 def _words(arguments: argparse.Namespace) -> str:

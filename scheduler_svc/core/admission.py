@@ -40,6 +40,8 @@ class AdmissionControl:
         self._misses = Misses()
         self._asked_at: dict[Priority, float] = {}
         self._looked_at = 0.0
+        self._looked_at_work = False
+        """Something was going on at the last look."""
 
     @property
     def level(self) -> Level:
@@ -140,7 +142,9 @@ class AdmissionControl:
         if self.controller is None:
             return None
         next_at = self._looked_at + self.controller.config.interval_s
-        return next_at if self.level or self._outstanding() else None
+        # Once more when all is over, and until misses are forgotten: what is shown must not stay as it was.
+        stale = self._looked_at_work or self.pressure.misses > 0
+        return next_at if self.level or stale or self._outstanding() else None
 
     def observe(self, now: float) -> LogEvent | None:
         """Look at the inputs if it is time to, and move the level; return what is to be logged of that."""
@@ -148,6 +152,7 @@ class AdmissionControl:
         if controller is None or now < self._looked_at + controller.config.interval_s:
             return None
         self._looked_at = now
+        self._looked_at_work = self._outstanding()
         return self._event(controller.observe(self._measure(now), now))
 
     # Inside --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Final
 from octavo.protocol.steps import Priority
 from octavo.service.log_metrics import LogCollector
 from octavo.service.memory import rss_bytes
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -106,6 +106,7 @@ class SchedulerMetrics:
             "octavo_inter_token_seconds", "Time between output tokens of a choice.", _TOKEN_BUCKETS
         )
         registry.register(self.inter_token)
+        ProcessCollector(registry=registry)
         registry.register(LogCollector())
         self.prompt_tokens = Counter(
             "octavo_prompt_tokens", "Prompt tokens of accepted requests.", registry=registry
@@ -293,6 +294,7 @@ class _CoreCollector(Collector):
             ]
             yield _gauge(name, documentation, ["model", "priority"], samples)
         yield from _worker_metrics(snapshot.workers)
+        yield from _of_model_servers(snapshot)
         yield from self._usage_metrics(snapshot.usage)
 
     def _usage_metrics(self, usage: UsageSnapshot) -> Iterable[Metric]:
@@ -349,6 +351,26 @@ def _worker_metrics(workers: Sequence[WorkerSnapshot]) -> Iterable[Metric]:
         for worker in workers:
             family.add_metric([worker.worker_id], getattr(worker.pool, field))
         yield family
+
+
+def _of_model_servers(snapshot: CoreSnapshot) -> Iterable[Metric]:
+    """Yield what Kubernetes' inference gateway asks of a model server, by the names that vLLM gives it."""
+    models = sorted({queue.model for queue in snapshot.queues})
+    workers = {model: [one for one in snapshot.workers if one.model == model] for model in models}
+    waiting = [
+        ([model], float(sum(queue.waiting for queue in snapshot.queues if queue.model == model)))
+        for model in models
+    ]
+    running = [([model], float(sum(one.running for one in workers[model]))) for model in models]
+    used = [([model], _share_of_blocks(workers[model])) for model in models]
+    yield _gauge("vllm:num_requests_waiting", "Sequences that wait.", ["model_name"], waiting)
+    yield _gauge("vllm:num_requests_running", "Sequences on workers.", ["model_name"], running)
+    yield _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", ["model_name"], used)
+
+
+def _share_of_blocks(workers: Sequence[WorkerSnapshot]) -> float:
+    total = sum(one.geometry.num_blocks for one in workers)
+    return sum(one.pool.active for one in workers) / total if total else 0.0
 
 
 def _overload_metrics(overload: Sequence[OverloadSnapshot]) -> Iterable[Metric]:

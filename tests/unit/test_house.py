@@ -65,9 +65,9 @@ FLOORS = {
         "v1",
     ),
     "octavo_lab": (
-        "bench scorecard whatif",
+        "bench scorecard",
         "tune ladder",
-        "overload chunked fleet compare fragmentation vegeta chaos hardening",
+        "overload chunked fleet compare fragmentation vegeta whatif chaos hardening",
         "serve",
         "datasets",
         "load",

@@ -56,7 +56,6 @@ ADDED: Final = {
     "bench": ("octavo[bench]", "measure a service, or parts of it"),
     "chaos": ("octavo[bench]", "attack a stack of real processes, and see what its clients notice"),
     "tune": ("octavo[bench]", "find the settings that serve most within a latency target"),
-    "whatif": ("octavo[bench]", "tell how much sooner a request of a plan log would have begun otherwise"),
     "replay": ("octavo[scheduler]", "replay a plan log, and tell why a request waited"),
 }
 ENTRY_POINTS: Final = "octavo.commands"
