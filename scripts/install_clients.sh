@@ -12,3 +12,7 @@ folder=${1:-build/clients}
   'pydantic-ai-slim[openai]>=1' 'openai-agents>=0.4'
 "$folder/bin/python" -m pip list --disable-pip-version-check 2>/dev/null |
   grep -iE '^(openai|langchain-openai|locust|schemathesis|anthropic|instructor|pydantic-ai-slim|openai-agents) '
+if command -v npm >/dev/null; then
+  mkdir -p "$folder-node" && cp tests/clients/package.json "$folder-node"
+  npm install --prefix "$folder-node" --silent --no-audit --no-fund --ignore-scripts
+fi

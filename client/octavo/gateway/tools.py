@@ -49,7 +49,7 @@ class NamedTool(Strict):
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-_NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
+_NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ class ToolUse:
         else:
             schema = self._list_schema()
         try:
-            return StructuredOutput(json_schema=json.dumps(schema, allow_nan=False))
+            # White space between the parts would be free, and a model may not find out of it.
+            return StructuredOutput(json_schema=json.dumps(schema, allow_nan=False), compact=True)
         except ValueError:
             raise invalid("tools", "tools: a number in a schema is not finite") from None
 

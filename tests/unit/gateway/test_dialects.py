@@ -303,7 +303,7 @@ async def test_tokens_of_a_message_are_counted() -> None:
         del body["max_tokens"]
         answer = await http.post("/messages/count_tokens", json=body)
 
-    assert answer.json() == {"input_tokens": 3}
+    assert answer.json() == {"input_tokens": 10}
 
 
 async def test_errors_of_messages_are_in_the_shape_of_their_api() -> None:

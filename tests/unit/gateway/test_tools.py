@@ -130,7 +130,7 @@ async def test_required_is_a_grammar_of_the_tools_and_read_as_calls() -> None:
         {"const": "now"},
     ]
     assert schema["$defs"]["tool_0"]["properties"]["again"] == {"$ref": "#/$defs/tool_0/$defs/again"}
-    assert schema["$defs"]["tool_1"] == {"type": "object", "properties": {}}
+    assert schema["$defs"]["tool_1"] == {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 async def test_named_tool_is_a_grammar_of_its_arguments() -> None:
