@@ -130,6 +130,7 @@ class SchedulerProcess:
         watching = [
             _watch("history", self._status.history.run()),
             _watch("absence", self._absence.run()),
+            _watch("sessions", self._sessions.run()),
         ]
         if self._key_file is not None:
             watching.append(_watch("key_file", self._key_file.run()))
