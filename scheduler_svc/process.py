@@ -139,6 +139,7 @@ class SchedulerProcess:
             _watch("history", self._status.history.run()),
             _watch("usage", self._status.usage.run()),
             _watch("absence", self._absence.run()),
+            _watch("sessions", self._sessions.run()),
         ]
         if self._key_file is not None:
             watching.append(_watch("key_file", self._key_file.run()))

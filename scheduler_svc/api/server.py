@@ -128,7 +128,7 @@ def _generation_methods(services: Services) -> dict[str, grpc.RpcMethodHandler[A
         "Session": grpc.stream_stream_rpc_method_handler(
             services.sessions.session, None, pb.SessionEvent.SerializeToString
         ),
-        "Tokenize": _unary(generation.tokenize, pb.TokenizeRequest, pb.TokenizeResponse),
+        "Tokenize": grpc.unary_unary_rpc_method_handler(generation.tokenize, Parser(pb.TokenizeRequest)),
         "Detokenize": _unary(generation.detokenize, pb.DetokenizeRequest, pb.DetokenizeResponse),
         "ListModels": _unary(generation.list_models, pb.ListModelsRequest, pb.ListModelsResponse),
     }

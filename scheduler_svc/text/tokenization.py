@@ -11,7 +11,7 @@ import json
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from octavo.parsing.formats import THOUGHTS_BEGIN
@@ -59,7 +59,6 @@ class EncodeText:
     text: str
     add_special_tokens: bool = True
     keys: KeySpec | None = None
-    want_pieces: bool = False
     trim: TrimSpec | None = None
 
 
@@ -71,7 +70,6 @@ class EncodeChat:
     max_model_len: int
     chat: bytes
     keys: KeySpec | None = None
-    want_pieces: bool = False
     trim: TrimSpec | None = None
 
 
@@ -84,6 +82,15 @@ class TakeTokens:
     tokens: bytes
     keys: KeySpec | None = None
     trim: TrimSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """Answer who wants to see the tokens of an input."""
+
+    model: str
+    input: EncodeText | EncodeChat
+    want_pieces: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,7 @@ class MakeTable:
 
 
 EncodeJob = EncodeText | EncodeChat | TakeTokens
-Job = EncodeJob | Decode | MakeTable
+Job = EncodeJob | Tokenize | Decode | MakeTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,6 @@ class Encoded:
 
     token_ids: bytes
     keys: bytes = b""
-    pieces: list[str] = field(default_factory=list)
     trimmed_tokens: int = 0
     """Tokens of the prompt that were cut away."""
     in_reasoning: bool = False
@@ -147,7 +153,7 @@ class TextModel:
         )
 
     def run(self, job: Job) -> object:
-        """Return the result of a job: Encoded, text or a table."""
+        """Return the result of a job: Encoded, an answer, text or a table."""
         match job:
             case EncodeText():
                 text = self._encode(job.text, "text", job, add_special_tokens=job.add_special_tokens)
@@ -157,11 +163,24 @@ class TextModel:
             case TakeTokens():
                 ids = self._unpack(job.tokens, "tokens.ids")
                 return self._finish(cut(ids, job.trim), "tokens.ids", job)
+            case Tokenize():
+                return self._tokenize(job)
             case Decode():
                 ids = self._unpack(job.tokens, "token_ids")
                 return self._tokenizer.decode(ids.tolist(), skip_special_tokens=not job.keep_special)
             case MakeTable():
                 return self._table
+
+    def _tokenize(self, job: Tokenize) -> bytes:
+        """Return a serialized octavo.v1.TokenizeResponse: an object per token is not for the event loop."""
+        encoded, ids = self.run(job.input), array("I")
+        assert isinstance(encoded, Encoded)
+        ids.frombytes(encoded.token_ids)
+        answer = pb.TokenizeResponse(token_ids=ids, max_model_len=job.input.max_model_len)
+        if job.want_pieces:
+            decode = self._tokenizer.decode
+            answer.pieces.extend(decode([token_id], skip_special_tokens=False) for token_id in ids)
+        return answer.SerializeToString()
 
     def _encode_chat(self, job: EncodeChat) -> Encoded:
         """Return a conversation's prompt."""
@@ -205,16 +224,11 @@ class TextModel:
         return ids
 
     def _finish(self, prompt: tuple[array[int], int], field: str, job: EncodeJob) -> Encoded:
-        """Return a prompt with its keys and pieces; `prompt` is its tokens and how many were cut away."""
+        """Return a prompt with its keys; `prompt` is its tokens and how many were cut away."""
         ids, trimmed = prompt
         spec = job.keys
-        pieces = (
-            [self._tokenizer.decode([token_id], skip_special_tokens=False) for token_id in ids]
-            if not isinstance(job, TakeTokens) and job.want_pieces
-            else []
-        )
         if spec is None:
-            return Encoded(ids.tobytes(), pieces=pieces)
+            return Encoded(ids.tobytes())
         if not ids:
             raise InputError(field, "the prompt is empty")
         if len(ids) >= job.max_model_len:
@@ -225,7 +239,7 @@ class TextModel:
                 "PROMPT_TOO_LONG",
             )
         block_keys = b"".join(keys.chain(spec.root, ids, spec.block_size))
-        return Encoded(ids.tobytes(), block_keys, pieces, trimmed)
+        return Encoded(ids.tobytes(), block_keys, trimmed)
 
 
 def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
