@@ -198,7 +198,7 @@ def _request(options: Mapping[str, Any]) -> pb.GenerateRequest:
 
 def parsed(result: GenerateResult, options: Mapping[str, Any]) -> GenerateResult:
     """Return a result with the instance that the options asked for."""
-    wanted = options.get("response_format")
+    wanted: Any = options.get("response_format")
     if result.finish_reason is not FinishReason.STOP or not hasattr(wanted, "model_validate_json"):
         return result
     return replace(result, parsed=wanted.model_validate_json(result.text))

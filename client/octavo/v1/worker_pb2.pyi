@@ -1070,7 +1070,7 @@ class StepError(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     kind: builtins.str
-    """OOM, INVALID_VALUE, DEVICE, EXCEPTION."""
+    """OOM, INVALID_VALUE, DEVICE, EXCEPTION; GRAMMAR: the constraint of these sequences is at fault."""
     message: builtins.str
     @property
     def handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
