@@ -52,6 +52,8 @@ class Guide:
         """The last step could not wait for the mask."""
         self._makers = makers
         self._num_words = -(-vocab_size // WORD_BITS)
+        self._beyond = np.arange(vocab_size, self._num_words * WORD_BITS)
+        """Bits of the last word that are nobody's."""
         self._stops = np.array([s for s in sorted(output.stop_token_ids) if s < vocab_size], dtype=np.int64)
         self._stop_token_ids = tuple(self._stops.tolist())
         self._min_tokens = output.min_tokens
@@ -122,6 +124,7 @@ class Guide:
         assert self._matcher is not None
         mask = np.zeros(self._num_words, dtype=np.int32)
         self._matcher.fill(mask)
+        mask[-1] &= ~np.bitwise_or.reduce(_bits(self._beyond), initial=0)
         if self._num_tokens < self._min_tokens:
             longer = mask.copy()
             np.bitwise_and.at(longer, self._stops // WORD_BITS, ~_bits(self._stops))

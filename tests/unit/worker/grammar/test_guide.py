@@ -20,8 +20,8 @@ from worker_svc.runner.sim import byte_level_tokenizer
 
 EOS = 2
 TOKENIZER = Tokenizer.from_str(byte_level_tokenizer())
-SIZE = 320
-"""Of the logits: more than the tokenizer has."""
+SIZE = TOKENIZER.get_vocab_size()
+"""No whole number of the words of a mask."""
 WORD = StructuredOutput(regex="[a-c]{2,3}")
 
 
@@ -81,6 +81,11 @@ def shown(guide: Guide) -> str:
 
 def test_output_may_end_where_its_grammar_does_and_must_at_its_end(under: Under) -> None:
     assert [shown(under.guide(WORD, text)) for text in ("", "a", "ab", "abc")] == ["abc", "abc", "$abc", "$"]
+
+
+def test_no_token_beyond_the_vocabulary_is_allowed(under: Under) -> None:
+    for text in ("", '{"', '{"a'):
+        assert max(allowed_ids(under.guide(StructuredOutput(json_object=True), text).mask)) < SIZE
 
 
 def test_min_tokens_keep_it_going_as_far_as_the_grammar_lets_them(under: Under) -> None:
