@@ -67,8 +67,8 @@ def of_response_format(wanted: Any) -> StructuredOutput | None:
             return None
         case {"type": "json_object"}:
             return StructuredOutput(json_object=True)
-        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
-            strict: bool | None = wanted["json_schema"].get("strict")
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema} as named}:
+            strict: Any = named.get("strict")
             return StructuredOutput(json_schema=json.dumps(schema), strict=strict)
         case {"type": "structural_tag"}:
             return StructuredOutput(structural_tag=json.dumps(wanted))

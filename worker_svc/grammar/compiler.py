@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Final
 
 import structlog
@@ -17,6 +17,7 @@ from octavo.sampling import StructuredOutput
 
 from worker_svc.grammar.backend import CompiledGrammar, GrammarBackend, GrammarError
 from worker_svc.grammar.child import read_frame, write_frame
+from worker_svc.grammar.threads import Threads
 from worker_svc.grammar.xgrammar_backend import Vocabulary
 
 COMPILE_LIMIT_S: Final = 10.0
@@ -46,7 +47,7 @@ class CompilerChild:
             CompilerLost: it does not start.
         """
         if self._process is None:
-            # It ends with this process, however that ends; what xgrammar warns of is nobody's to read.
+            # It ends with the thread that starts it; what xgrammar warns of is nobody's to read.
             self._process = subprocess.Popen(  # noqa: S603 - our own program
                 [sys.executable, "-m", "octavo._child", str(os.getpid()), "worker_svc.grammar.child"],
                 stdin=subprocess.PIPE,
@@ -113,7 +114,7 @@ class GrammarCompiler:
         self._make_backend = backend
         self._backend: GrammarBackend | None = None
         self._child = child
-        self._thread = ThreadPoolExecutor(1, "grammar-compiler")
+        self._thread = Threads(1, "grammar-compiler")
         self._cache: OrderedDict[StructuredOutput, Future[CompiledGrammar]] = OrderedDict()
 
     def warm_up(self) -> None:
@@ -131,7 +132,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End what is under way."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
         self._child.close()
 
     def _compile(self, structured: StructuredOutput) -> CompiledGrammar:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import numpy as np
-import structlog
 from octavo.sampling import StructuredOutput
 
 from worker_svc.grammar.backend import WORD_BITS, CompiledGrammar, GrammarError, Mask, Matcher
 from worker_svc.grammar.compiler import CompilerChild, GrammarCompiler
+from worker_svc.grammar.threads import Threads
 from worker_svc.grammar.xgrammar_backend import Vocabulary, XGrammarBackend
 
 _PATIENCE_S: Final = 0.005
 """So long a computed step waits for masks when others are in it, who have none to wait for,"""
 _PATIENCE_ALONE_S: Final = 1.0
 """and when there are none."""
+MASK_LIMIT_S: Final = 5.0
+"""A sequence whose mask takes longer is at an end. Nothing stops the thread that makes it."""
 _MASK_THREADS: Final = max(1, min(4, (os.cpu_count() or 1) // 2))
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,13 @@ class Guide:
     masks are on their way.
     """
 
-    def __init__(self, grammar: Future[CompiledGrammar], output: Output, vocab_size: int, threads: Threads):
+    def __init__(self, grammar: Future[CompiledGrammar], output: Output, vocab_size: int, makers: Makers):
         self.missed = False
         """The last step could not wait for the mask."""
-        self._threads = threads
+        self._makers = makers
         self._num_words = -(-vocab_size // WORD_BITS)
+        self._beyond = np.arange(vocab_size, self._num_words * WORD_BITS)
+        """Bits of the last word that are nobody's."""
         self._stops = np.array([s for s in sorted(output.stop_token_ids) if s < vocab_size], dtype=np.int64)
         self._stop_token_ids = tuple(self._stops.tolist())
         self._min_tokens = output.min_tokens
@@ -57,7 +61,10 @@ class Guide:
         self._matcher: Matcher | None = None
         self._mask: Future[Mask] = Future()
         token_ids = tuple(output.token_ids)
-        grammar.add_done_callback(lambda done: threads.begin(self._begin, done, token_ids))
+        self._threads = makers.beginnings
+        self._began_at: float | None = None
+        """When a thread began to make the mask that comes next."""
+        grammar.add_done_callback(lambda done: makers.beginnings.submit(self._begin, done, token_ids))
 
     @property
     def ready(self) -> bool:
@@ -67,10 +74,19 @@ class Guide:
     @property
     def problem(self) -> str | None:
         """Why the sequence cannot go on, or None."""
-        error = self._mask.exception() if self._mask.done() else None
+        if not self._mask.done():
+            return self._lost()
+        error = self._mask.exception()
         if error is None or isinstance(error, GrammarError):
             return None if error is None else str(error)
         return f"the grammar fails: {error!r}"
+
+    def _lost(self) -> str | None:
+        began_at = self._began_at
+        if began_at is None or time.monotonic() < began_at + MASK_LIMIT_S:
+            return None
+        self._threads.replace_lost()
+        return f"what may follow token {self._num_tokens} takes longer than {MASK_LIMIT_S:g} s to find"
 
     @property
     def mask(self) -> Mask:
@@ -79,9 +95,12 @@ class Guide:
 
     def advance(self, token_id: int) -> None:
         """Go on by the token that was sampled under the mask."""
-        self._mask = self._threads.masks.submit(self._next, token_id)
+        self._threads = self._makers.masks
+        self._began_at = None
+        self._mask = self._threads.submit(self._next, token_id)
 
     def _begin(self, grammar: Future[CompiledGrammar], token_ids: Seq[int]) -> None:
+        self._began_at = time.monotonic()
         try:
             self._matcher = grammar.result().matcher(self._stop_token_ids)
             for token_id in token_ids:
@@ -91,6 +110,7 @@ class Guide:
             self._mask.set_exception(error)
 
     def _next(self, token_id: int) -> Mask:
+        self._began_at = time.monotonic()
         self._accept(token_id)
         return self._fill()
 
@@ -104,6 +124,7 @@ class Guide:
         assert self._matcher is not None
         mask = np.zeros(self._num_words, dtype=np.int32)
         self._matcher.fill(mask)
+        mask[-1] &= ~np.bitwise_or.reduce(_bits(self._beyond), initial=0)
         if self._num_tokens < self._min_tokens:
             longer = mask.copy()
             np.bitwise_and.at(longer, self._stops // WORD_BITS, ~_bits(self._stops))
@@ -133,21 +154,17 @@ def late_of(guides: Seq[Guide], *, alone: bool) -> list[bool]:
     return found
 
 
-class Threads:
-    """Those that make masks, and one that goes through the output of sequences that come from elsewhere."""
+@dataclass(frozen=True, slots=True)
+class Makers:
+    """The threads that make masks, and the one that goes through output that came from elsewhere."""
 
-    def __init__(self) -> None:
-        self.masks = ThreadPoolExecutor(_MASK_THREADS, "grammar-masks")
-        self._begins = ThreadPoolExecutor(1, "grammar-begin")
-
-    def begin(self, *call: object) -> None:
-        """Run the beginning of a guide."""
-        self._begins.submit(*call)  # type: ignore[arg-type]  # a function and its arguments
+    masks: Threads
+    beginnings: Threads
 
     def close(self) -> None:
         """End them."""
-        self.masks.shutdown(wait=False, cancel_futures=True)
-        self._begins.shutdown(wait=False, cancel_futures=True)
+        self.masks.close()
+        self.beginnings.close()
 
 
 class Grammars:
@@ -163,7 +180,7 @@ class Grammars:
             raise GrammarError("xgrammar is not installed")
         self._vocab_size = vocabulary.size
         self._compiler = GrammarCompiler(partial(XGrammarBackend, vocabulary), CompilerChild(vocabulary))
-        self._threads = Threads()
+        self._makers = Makers(Threads(_MASK_THREADS, "grammar-masks"), Threads(1, "grammar-beginnings"))
 
     def warm_up(self) -> None:
         """Start what compiles, so that no request waits for that."""
@@ -171,9 +188,9 @@ class Grammars:
 
     def guide(self, structured: StructuredOutput, output: Output) -> Guide:
         """Return the guide of a sequence; its grammar may have to be compiled first."""
-        return Guide(self._compiler.get(structured), output, self._vocab_size, self._threads)
+        return Guide(self._compiler.get(structured), output, self._vocab_size, self._makers)
 
     def close(self) -> None:
         """End what is under way."""
-        self._threads.close()
+        self._makers.close()
         self._compiler.close()

@@ -97,8 +97,21 @@ class XGrammarBackend:
         if structured.choice is not None:
             return compiler.compile_grammar(_one_of(structured.choice))
         if structured.structural_tag is not None:
-            return compiler.compile_structural_tag(structured.structural_tag)
+            return self._compile_tag(structured.structural_tag)
         return compiler.compile_grammar(structured.grammar)
+
+    def _compile_tag(self, text: str) -> Any:
+        tag = json.loads(text)
+        if "structures" not in tag:
+            return self._compiler.compile_structural_tag(text)
+        # The older form, which vLLM takes, too.
+        items = [
+            self._xgrammar.StructuralTagItem(
+                begin=one.get("begin"), schema=one.get("schema"), end=one.get("end")
+            )
+            for one in tag["structures"]
+        ]
+        return self._compiler.compile_structural_tag(items, tag.get("triggers"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,6 @@ def structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOut
     kind = message.WhichOneof("kind")
     if kind is None:
         raise ProtocolError("structured.kind", "must be set")
-    options: dict[str, Any] = {name: given(message, name) for name in ("strict", "compact")}
-    options[kind] = tuple(message.choice.values) if kind == "choice" else getattr(message, kind)
-    return StructuredOutput(**options)
+    fields: dict[str, Any] = {name: given(message, name) for name in ("strict", "compact")}
+    fields[kind] = tuple(message.choice.values) if kind == "choice" else getattr(message, kind)
+    return StructuredOutput(**fields)

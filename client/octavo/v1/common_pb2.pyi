@@ -245,7 +245,7 @@ class StructuredOutput(google.protobuf.message.Message):
     strict: builtins.bool
     """Of a JSON schema: refuse one that asks for what cannot be held to. Absent is false: that much is left out."""
     compact: builtins.bool
-    """Of JSON: no whitespace between its parts. Absent is false."""
+    """Of JSON: no whitespace that could be left out, as far as the compiler of grammars can be told. Absent is false."""
     @property
     def choice(self) -> global___ChoiceList:
         """One of these strings, whole."""
