@@ -21,10 +21,10 @@ from pydantic import BaseModel, Field
 from tests.e2e.conftest import CALM
 
 WAIT_S: Final = 600.0
-MAX_TOKENS: Final = 400
+MAX_TOKENS: Final = 300
 LONG_BLOCKS: Final = 8
 """What a worker holds that is in the middle of answers."""
-_ROOM: Final = ("--num-blocks", "34", "--block-size", "16", "--max-num-seqs", "8", "--max-model-len", "512")
+_ROOM: Final = ("--num-blocks", "20", "--block-size", "16", "--max-num-seqs", "8", "--max-model-len", "320")
 """Not all outputs fit into it."""
 KINDS: Final = [
     pytest.param(("sim", "--runner", "sim", *_ROOM), id="sim"),
@@ -48,7 +48,7 @@ class Leg(BaseModel):
 
 
 class Trip(BaseModel):
-    legs: list[Leg] = Field(min_length=4, max_length=5)
+    legs: list[Leg] = Field(min_length=3, max_length=3)
     price: float | None
 
 
