@@ -24,7 +24,7 @@ WAIT_S: Final = 600.0
 MAX_TOKENS: Final = 300
 LONG_BLOCKS: Final = 8
 """What a worker holds that is in the middle of answers."""
-_ROOM: Final = ("--num-blocks", "20", "--block-size", "16", "--max-num-seqs", "8", "--max-model-len", "320")
+_ROOM: Final = ("--num-blocks", "24", "--block-size", "16", "--max-num-seqs", "8", "--max-model-len", "384")
 """Not all outputs fit into it."""
 KINDS: Final = [
     pytest.param(("sim", "--runner", "sim", *_ROOM), id="sim"),
@@ -49,7 +49,7 @@ class Leg(BaseModel):
 
 class Trip(BaseModel):
     legs: list[Leg] = Field(min_length=3, max_length=3)
-    price: float | None
+    price: int | None = Field(ge=0, le=999)
 
 
 TRIP: Final = StructuredOutput(json_schema=json.dumps(Trip.model_json_schema()), compact=True)

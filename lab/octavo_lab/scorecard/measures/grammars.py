@@ -23,7 +23,7 @@ from octavo_lab.scorecard.schemas import Schema, schemas
 NUM_SCHEMAS: Final = 300
 _CONCURRENT: Final = 16
 _MAX_TOKENS: Final = 200
-_PEACE_S: Final = 20.0
+_PEACE_S: Final = 15.0
 _SMALL_POOL: Final = ("--num-blocks", "96", "--max-num-seqs", "16", "--max-model-len", "512")
 """Room for some of what runs: sequences are preempted."""
 _RUNNERS: Final = {"torch": (), "vllm": ("--runner", "vllm", "--enforce-eager")}
