@@ -54,9 +54,7 @@ class Trip(BaseModel):
 
 TRIP: Final = StructuredOutput(json_schema=json.dumps(Trip.model_json_schema()), compact=True)
 WORDS: Final = StructuredOutput(regex=r"([a-z]{4} ){50}end")
-SUMS: Final = StructuredOutput(
-    grammar='root ::= line{30}\nline ::= number ("+" | "-") number ";\\n"\nnumber ::= [0-9]{1,3}'
-)
+SUMS: Final = StructuredOutput(regex=r"([0-9]{1,3}[+-][0-9]{1,3};\n){30}")
 FOLLOWS: Final[Mapping[StructuredOutput, Callable[[str], object]]] = {
     TRIP: Trip.model_validate_json,
     WORDS: re.compile(r"([a-z]{4} ){50}end").fullmatch,
@@ -145,6 +143,7 @@ async def test_class_comes_back_as_its_instance(stack: Stack) -> None:
         ),
         ({"response_format": {"type": "json_object"}}, r"(?s)\{.*"),
         ({"structured_outputs": {"regex": "[a-f]{8}!"}}, "[a-f]{8}!"),
+        ({"structured_outputs": {"grammar": 'root ::= "ab"{3} | "c"'}}, "ababab|c"),
         ({"structured_outputs": {"choice": ["yes", "no, never"]}}, "yes|no, never"),
     ],
 )
