@@ -63,7 +63,9 @@ async def _answers(stack: Stack, asked: Sequence[Schema], *, disturbed: bool) ->
             async with seats:
                 result = await client.chat(
                     f"{number}: an example of JSON that follows {json.dumps(schema)[:300]}",
-                    structured=StructuredOutput(json_schema=json.dumps(schema), strict=True),
+                    structured=StructuredOutput(
+                        json_schema=json.dumps(schema), strict=True, compact=number % 2 == 0
+                    ),
                     temperature=1.0,
                     seed=number,
                     max_tokens=_MAX_TOKENS,
