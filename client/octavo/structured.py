@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from octavo.protocol.bounds import short
 from octavo.sampling import StructuredOutput
 
 MAX_DEPTH: Final = 100
 """Of JSON inside JSON, in a schema."""
+_SHOWN_OF_PATH: Final = 300
 _FORMATS: Final = frozenset(
     [
         "email",
@@ -123,37 +125,60 @@ def _parts(value: Any) -> Iterable[Any]:
 
 def _check_strict(schema: Any) -> None:
     """Raise ValueError for the first keyword in a schema that output cannot be held to."""
-    for path, one in _schemas(schema, "#"):
-        for keyword in one:
-            if keyword in _NOT_HELD_TO:
-                raise ValueError(f"{path}: {keyword} cannot be held to, and strict is set")
-        if one.get("format", "email") not in _FORMATS:
-            raise ValueError(f"{path}: format {one['format']!r} cannot be held to, and strict is set")
-        text = "pattern" in one or "format" in one
-        if text and ("minLength" in one or "maxLength" in one):
-            raise ValueError(f"{path}: a pattern or format beside a length cannot be held to")
-        if isinstance(one.get("allOf"), list) and len(one["allOf"]) > 1:
-            raise ValueError(f"{path}: allOf of several schemas cannot be held to, and strict is set")
-        names = one.get("patternProperties")
-        if "propertyNames" in one and (names or "properties" in one):
-            raise ValueError(f"{path}: propertyNames beside properties cannot be held to")
-        if isinstance(names, dict) and ("properties" in one or len(names) > 1):
-            raise ValueError(f"{path}: patternProperties beside others cannot be held to")
-        if isinstance(ref := one.get("$ref"), str) and not ref.startswith("#"):
-            raise ValueError(f"{path}: $ref {ref!r} leads out of the schema")
+    for place, one in _schemas(schema, None):
+        problem = _not_held_to(one)
+        if problem is not None:
+            raise ValueError(f"{_say(place)}: {problem}")
 
 
-def _schemas(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a schema and all schemas in it, with their paths."""
+def _not_held_to(schema: Mapping[str, Any]) -> str | None:
+    """Return what output cannot be held to in a schema, those inside it aside."""
+    keyword = next((one for one in schema if one in _NOT_HELD_TO), None)
+    if keyword is not None:
+        return f"{keyword} cannot be held to, and strict is set"
+    # Values may be of any type: what compiles schemas says which are wrong.
+    wanted = schema.get("format")
+    if isinstance(wanted, str) and wanted not in _FORMATS:
+        return f"format {short(wanted)!r} cannot be held to, and strict is set"
+    text = "pattern" in schema or "format" in schema
+    if text and ("minLength" in schema or "maxLength" in schema):
+        return "a pattern or format beside a length cannot be held to"
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
+        return "allOf of several schemas cannot be held to, and strict is set"
+    names = schema.get("patternProperties")
+    if "propertyNames" in schema and (names or "properties" in schema):
+        return "propertyNames beside properties cannot be held to"
+    if isinstance(names, dict) and ("properties" in schema or len(names) > 1):
+        return "patternProperties beside others cannot be held to"
+    if isinstance(ref := schema.get("$ref"), str) and not ref.startswith("#"):
+        return f"$ref {short(ref)!r} leads out of the schema"
+    return None
+
+
+_Place = tuple["_Place | None", object] | None
+"""Where a schema is: in what, and its name there. A text for each would take longer than the check."""
+
+
+def _schemas(schema: Any, place: _Place) -> Iterator[tuple[_Place, Mapping[str, Any]]]:
+    """Yield a schema and all schemas in it, with their places."""
     if isinstance(schema, list):
         for number, one in enumerate(schema):
-            yield from _schemas(one, f"{path}/{number}")
+            yield from _schemas(one, (place, number))
     if not isinstance(schema, dict):
         return
-    yield path, schema
+    yield place, schema
     for keyword, value in schema.items():
         if keyword in _OF_NAMES and isinstance(value, dict):
             for name, one in value.items():
-                yield from _schemas(one, f"{path}/{keyword}/{name}")
+                yield from _schemas(one, ((place, keyword), name))
         elif keyword not in _OF_VALUES:
-            yield from _schemas(value, f"{path}/{keyword}")
+            yield from _schemas(value, (place, keyword))
+
+
+def _say(place: _Place) -> str:
+    """Return a place as a JSON pointer, or the beginning of a long one."""
+    parts: list[str] = []
+    while place is not None:
+        place, part = place
+        parts.append(short(str(part)))
+    return short("/".join(["#", *reversed(parts)]), _SHOWN_OF_PATH)

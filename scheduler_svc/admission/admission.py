@@ -13,6 +13,7 @@ import itertools
 import secrets
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final
@@ -52,8 +53,10 @@ from scheduler_svc.text.trimming import TrimSpec
 
 _log = structlog.get_logger()
 
-_AT_ONCE_BYTES: Final = 128 << 10
-"""A larger message is converted by a thread: to read a text of 16 MiB takes some ten milliseconds."""
+_AT_ONCE_BYTES: Final = 32 << 10
+"""A larger message is converted by a thread: a schema of so much takes ten milliseconds at worst."""
+# One thread: more would only take turns with each other, and with the event loop.
+_thread: Final = ThreadPoolExecutor(1, "converting")
 # The client ends the call at its gRPC deadline; the scheduler has to end it earlier to be heard.
 _DEADLINE_MARGIN_S: Final = 0.5
 
@@ -304,7 +307,7 @@ async def _convert(message: pb.GenerateRequest) -> GenerateCall:
     """Return the request of a message; raises ServiceError for what is wrong with it."""
     if message.ByteSize() <= _AT_ONCE_BYTES:
         return generate_from_proto(message)
-    return await asyncio.to_thread(generate_from_proto, message)
+    return await asyncio.get_running_loop().run_in_executor(_thread, generate_from_proto, message)
 
 
 def _encode_job(

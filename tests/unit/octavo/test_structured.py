@@ -92,3 +92,35 @@ def test_strict_looks_at_schemas_and_not_at_names_and_values() -> None:
     }
     assert strict(schema) is None
     assert strict(City.model_json_schema()) is None
+
+
+def test_strict_schema_may_have_values_of_any_type() -> None:
+    # What compiles schemas says which are wrong; here none may be a surprise.
+    keywords = (
+        "format",
+        "$ref",
+        "allOf",
+        "properties",
+        "patternProperties",
+        "propertyNames",
+        "enum",
+        "$defs",
+    )
+    for keyword in keywords:
+        for value in ([], {}, 1, None, "#", True):
+            strict({keyword: value})
+
+
+def test_problem_says_where_it_is_and_is_no_longer_than_a_line_whatever_the_schema_holds() -> None:
+    assert strict({"$defs": {"a": {"anyOf": [{}, {"not": {}}]}}}) == (
+        "json_schema",
+        "#/$defs/a/anyOf/1: not cannot be held to, and strict is set",
+    )
+    long = "x" * 100_000
+    deep: Any = {"not": {}}
+    for _ in range(40):
+        deep = {"properties": {long[:2000]: deep}}
+    for schema in ({"$defs": {long: {"not": {}}}}, {"$ref": long}, {"format": long}, deep):
+        found = strict(schema)
+        assert found is not None
+        assert len(found[1]) < 500
