@@ -220,7 +220,8 @@ def _stack(arguments: argparse.Namespace) -> Stack:
 
 def _has_keys(arguments: argparse.Namespace) -> bool:
     flags = " ".join(arguments.scheduler_arg)
-    return "--key-file" in flags or bool(os.environ.get("OCTAVO_SCHEDULER_KEY_FILE"))
+    variables = "OCTAVO_KEY_FILE", "OCTAVO_SCHEDULER_KEY_FILE"
+    return "--key-file" in flags or any(os.environ.get(name) for name in variables)
 
 
 def _port_or_none(text: str) -> int | None:
