@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
@@ -250,7 +251,8 @@ def _joined(content: str | Iterable[InputPart] | None) -> str:
 
 def _one_system_turn(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return turns whose first system messages are one: many templates take no second."""
-    while len(turns) > 1 and turns[0]["role"] == turns[1]["role"] == "system":
-        first = {"role": "system", "content": f"{turns[0]['content']}\n\n{turns[1]['content']}"}
-        turns = [first, *turns[2:]]
-    return turns
+    first = list(takewhile(lambda turn: turn["role"] == "system", turns))
+    if len(first) < 2:
+        return turns
+    said = "\n\n".join(turn["content"] for turn in first)
+    return [{"role": "system", "content": said}, *turns[len(first) :]]
