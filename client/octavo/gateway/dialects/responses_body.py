@@ -84,7 +84,7 @@ class TextFormat(Strict):
     """What the output is."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
+    name: str | None = Field(None, max_length=256)
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -142,7 +142,9 @@ class ResponsesRequest(Strict):
     parallel_tool_calls: bool | None = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="comes back in the response")
+    metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(
+        None, max_length=16, description="comes back in the response"
+    )
     store: bool | None = Field(None, description="accepted: nothing is stored, and the response says so")
     stream: bool | None = False
     user: str | None = Field(None, max_length=256)
