@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from octavo.protocol.bounds import short
 from octavo.sampling import StructuredOutput
 
 MAX_DEPTH: Final = 100
 """Of JSON inside JSON, in a schema."""
-_SHOWN_OF_PATH: Final = 300
+_SHOWN: Final = 100
+"""Characters of what a client wrote, in an error."""
 _FORMATS: Final = frozenset(
     [
         "email",
@@ -139,7 +139,7 @@ def _not_held_to(schema: Mapping[str, Any]) -> str | None:
     # Values may be of any type: what compiles schemas says which are wrong.
     wanted = schema.get("format")
     if isinstance(wanted, str) and wanted not in _FORMATS:
-        return f"format {short(wanted)!r} cannot be held to, and strict is set"
+        return f"format {wanted[:_SHOWN]!r} cannot be held to, and strict is set"
     text = "pattern" in schema or "format" in schema
     if text and ("minLength" in schema or "maxLength" in schema):
         return "a pattern or format beside a length cannot be held to"
@@ -151,7 +151,7 @@ def _not_held_to(schema: Mapping[str, Any]) -> str | None:
     if isinstance(names, dict) and ("properties" in schema or len(names) > 1):
         return "patternProperties beside others cannot be held to"
     if isinstance(ref := schema.get("$ref"), str) and not ref.startswith("#"):
-        return f"$ref {short(ref)!r} leads out of the schema"
+        return f"$ref {ref[:_SHOWN]!r} leads out of the schema"
     return None
 
 
@@ -180,5 +180,5 @@ def _say(place: _Place) -> str:
     parts: list[str] = []
     while place is not None:
         place, part = place
-        parts.append(short(str(part)))
-    return short("/".join(["#", *reversed(parts)]), _SHOWN_OF_PATH)
+        parts.append(str(part)[:_SHOWN])
+    return "/".join(["#", *reversed(parts)])[: 3 * _SHOWN]

@@ -14,6 +14,7 @@ from octavo.gateway.strict import EMPTY, MAX_TOOLS, NOTHING, Strict
 
 RENAMED: Final[Mapping[str, str]] = {"sampling.max_tokens": "max_tokens", "sampling.stop": "stop_sequences"}
 """Parameters that have other names than elsewhere, by path in the proto."""
+CacheControl = Annotated[dict[str, Any], Field(max_length=16)]
 _CACHED: Final = "accepted: every prefix is cached as it is"
 
 
@@ -24,7 +25,7 @@ class TextBlock(Strict):
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = Field(None, description=_CACHED)
+    cache_control: CacheControl | None = Field(None, description=_CACHED)
 
 
 Texts = str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
@@ -46,7 +47,7 @@ class ContentBlock(Strict):
     tool_use_id: str | None = Field(None, max_length=256)
     content: Texts | None = None
     is_error: bool | None = None
-    cache_control: dict[str, Any] | None = Field(None, description=_CACHED)
+    cache_control: CacheControl | None = Field(None, description=_CACHED)
 
 
 class Turn(Strict):
@@ -64,7 +65,7 @@ class InputTool(Strict):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: dict[str, Any] | None = Field(None, description=_CACHED)
+    cache_control: CacheControl | None = Field(None, description=_CACHED)
 
 
 class InputToolChoice(Strict):
