@@ -261,10 +261,11 @@ def _announce(stack: Stack) -> None:
         print(f"  {scheduler.name:<9}  {scheduler.address}")
     for worker in stack.workers:
         print(f"  {worker.name:<9}  {worker.address}")
+    scheme = "http" if stack.tls is None else "https"
     if stack.gateway is not None:
-        print(f"  gateway    http://{stack.gateway.address}/v1")
+        print(f"  gateway    {scheme}://{stack.gateway.address}/v1")
     for name, address in stack.metrics_addresses.items():
-        print(f"  metrics    http://{address}/metrics  ({name})")
+        print(f"  metrics    {scheme}://{address}/metrics  ({name})")
     print()
     print("Try it:")
     print(output.paint(f"  octavo chat{flag} --message '{QUESTION}'", "bold"))
