@@ -195,7 +195,6 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "spaces_between_special_tokens": (None, True),
     "store": _FALSE,
     "stream_interval": (None, 1),
-    "thinking_token_budget": (None, -1),
     "truncate_prompt_tokens": _NOTHING,
     "use_beam_search": _FALSE,
     "vllm_xargs": _EMPTY,
@@ -211,6 +210,7 @@ class CompletionRequest(GenerationRequest):
         "best_of": (None, 1),
         "prompt_embeds": _EMPTY,
         "suffix": (None, ""),
+        "thinking_token_budget": (None, -1),
     }
 
     prompt: (
@@ -318,6 +318,9 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = Field(True, description="more than one call in an answer")
     reasoning_effort: str | None = Field(
         None, max_length=32, description="variable for the template; none also sets enable_thinking to false"
+    )
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, lt=2**31, description="most tokens of thoughts; -1 is no bound"
     )
     include_reasoning: bool | None = Field(True, description="the answer has the model's thoughts")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the template")
