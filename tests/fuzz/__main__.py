@@ -19,7 +19,7 @@ def main() -> int:
     """Return 1 when a fault was found."""
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
     parser.add_argument(
-        "--minutes", type=float, help="for all readers together; 10, unless --messages is set"
+        "--minutes", type=float, help="for all readers together; 10 without --messages"
     )
     parser.add_argument("--messages", type=int, default=sys.maxsize, help="so many for each, at most")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="shell-style pattern on the name")
