@@ -65,8 +65,8 @@ test-all: test test-slow ## run all tests, as CI does
 explore: .venv/.installed ## look for faults with examples that were never tried (RUNS=10)
 	@for run in $$(seq $(or $(RUNS),10)); do OCTAVO_EXPLORE=1 $(BIN)/python -m pytest -q $(MACHINES) || exit 1; done
 
-fuzz: .venv/.installed ## feed harmed messages and files to everything that reads (MINUTES=10, ONLY='gguf', SEED=1)
-	@$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only '$(ONLY)') $(if $(SEED),--seed $(SEED))
+fuzz: .venv/.installed ## feed harmed messages and files to everything that reads (MINUTES=10 or MESSAGES=100000 each, ONLY='gguf', SEED=1)
+	@$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(if $(MESSAGES),--messages $(MESSAGES)) $(if $(ONLY),--only '$(ONLY)') $(if $(SEED),--seed $(SEED))
 
 lint: .venv/.installed ## check style, types, contract and generated code
 	$(BIN)/ruff check .
