@@ -28,7 +28,7 @@ from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.admission.access import Access
-from scheduler_svc.admission.load import IncomingRequest, LoadGate
+from scheduler_svc.admission.load import IncomingRequest, LoadGate, constraint_bytes
 from scheduler_svc.config import AccessSection
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.driver import CoreDriver
@@ -180,8 +180,9 @@ class Admission:
             account.lease = quotas.take(incoming.estimate, account.arrival)
             core_id = f"{call.request_id}#{next(self._numbers)}"
             text = TextLease(quotas, incoming.estimate.text_bytes, self._accounts.clock)
+            more_bytes = constraint_bytes(incoming.message)
             try:
-                payer = Payer(tenant.name, text.charge)
+                payer = Payer(tenant.name, lambda size_bytes: text.charge(size_bytes + more_bytes))
                 prepared = await self._inputs.prepare(call, core_id, incoming, account.arrival, payer)
             finally:
                 text.end()
