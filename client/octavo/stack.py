@@ -34,6 +34,7 @@ Progress = Callable[[str, float], None]
 _POLL_S: Final = 0.05
 _RESTART_GRACE_S: Final = 5.0
 _SECRET_FILE: Final = "OCTAVO_WORKER_SECRET_FILE"  # noqa: S105 - a variable
+_PARTS: Final = ("scheduler", "worker", "gateway")
 _FIRST_METRICS_PORT: Final = 9464
 _DRAIN_GRACE_S: Final = 30.0
 _DRAIN_MARGIN_S: Final = 10.0
@@ -75,6 +76,8 @@ class StackConfig:
     gateway_args: Sequence[str] = ()
     insecure: bool = False
     """Whether `host` may be one that others reach in plaintext."""
+    certs: Path | None = None
+    """Folder of `octavo certs`: every port and every hop has mutual TLS with its certificates."""
     metrics: bool = False
     """Whether schedulers and workers serve metrics: on their usual ports where these are free."""
     folder: Path | None = None
@@ -281,7 +284,11 @@ class Stack:
 
     def _secure(self) -> dict[str, str]:
         """Return the environment of the children, with a secret that its schedulers and workers share."""
-        env = dict(self.config.env)
+        env = (
+            {**certificates(self.config.certs), **self.config.env}
+            if self.config.certs
+            else dict(self.config.env)
+        )
         if self.config.insecure:
             env["OCTAVO_INSECURE"] = "yes"
         if not (env.get(_SECRET_FILE) or os.environ.get(_SECRET_FILE)):
@@ -412,6 +419,22 @@ class Stack:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def certificates(folder: Path) -> dict[str, str]:
+    """Return the variables by which all services and their clients use what `octavo certs` put into a folder.
+
+    Raises:
+        OSError: there is no such certificate.
+    """
+    env = {"OCTAVO_MTLS": "yes", "OCTAVO_TLS_CA": str(folder / "ca.pem")}
+    for name, part in (("", "client"), *((f"{part.upper()}_", part) for part in _PARTS)):
+        env[f"OCTAVO_{name}TLS_CERT"] = str(folder / f"{part}.pem")
+        env[f"OCTAVO_{name}TLS_KEY"] = str(folder / f"{part}-key.pem")
+    for variable, file in env.items():
+        if variable != "OCTAVO_MTLS":
+            Path(file).open("rb").close()
+    return env
 
 
 def listens(address: str) -> bool:

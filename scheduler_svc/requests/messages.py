@@ -98,6 +98,7 @@ class GenerateCall:
     return_token_ids: bool = False
     skip_text: bool = False
     keep_special_tokens: bool = False
+    thinking_token_budget: int | None = None
 
 
 # Requests
@@ -125,10 +126,21 @@ def generate_from_proto(message: pb.GenerateRequest) -> GenerateCall:
         return_token_ids=message.return_token_ids,
         skip_text=message.skip_text,
         keep_special_tokens=message.keep_special_tokens,
+        thinking_token_budget=_thinking_budget(message, violations),
     )
     if violations:
         raise ServiceError.invalid(*violations)
     return call
+
+
+def _thinking_budget(message: pb.GenerateRequest, violations: Violations) -> int | None:
+    if not message.HasField("thinking_token_budget"):
+        return None
+    if message.thinking_token_budget >= 2**31:
+        violations.append(("thinking_token_budget", f"must be below {2**31}"))
+    if message.WhichOneof("input") != "chat":
+        violations.append(("thinking_token_budget", "is for chats only"))
+    return message.thinking_token_budget
 
 
 def _prompt(message: pb.GenerateRequest, violations: Violations) -> TextPrompt | ChatPrompt | TokenPrompt:

@@ -72,6 +72,7 @@ BOUNDS: Final[Mapping[str, FieldBound]] = MappingProxyType(
         "ChatMessage.name": _NAME,
         "ChatMessage.tool_calls_json": _LONG,
         "ChatMessage.tool_call_id": _NAME,
+        "ChatMessage.reasoning": _WHOLE,
         "SamplingParams.logit_bias": FieldBound(count=MAX_LOGIT_BIASES),
         "SamplingParams.stop": FieldBound(MAX_STOP_BYTES, MAX_STOP_STRINGS),
         "SamplingParams.stop_token_ids": FieldBound(count=MAX_STOP_TOKEN_IDS),

@@ -56,6 +56,7 @@ class GenerateRequest(google.protobuf.message.Message):
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     API_KEY_FIELD_NUMBER: builtins.int
     ACCEPTED_AS_FIELD_NUMBER: builtins.int
+    THINKING_TOKEN_BUDGET_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the client, unique among its live requests; drawn by the server when empty.
     At most 128 characters.
@@ -74,6 +75,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """Key of the user for whom the request is made, where a caller forwards the requests of others.
     Absent: the key of the call itself, which is in its metadata as `authorization: Bearer KEY`.
     """
+    thinking_token_budget: builtins.int
+    """Of a chat with a model that thinks: most tokens of thoughts, after which they are ended. At most 2^31 - 1."""
     @property
     def tokens(self) -> global___TokenIds: ...
     @property
@@ -110,11 +113,14 @@ class GenerateRequest(google.protobuf.message.Message):
         keep_special_tokens: builtins.bool = ...,
         api_key: builtins.str | None = ...,
         accepted_as: global___AcceptedAs | None = ...,
+        thinking_token_budget: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_api_key", b"_api_key", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "input", b"input", "sampling", b"sampling", "terms", b"terms", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_api_key", b"_api_key", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "request_id", b"request_id", "resume", b"resume", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "skip_text", b"skip_text", "terms", b"terms", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_api_key", b"_api_key", "_thinking_token_budget", b"_thinking_token_budget", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "input", b"input", "sampling", b"sampling", "terms", b"terms", "text", b"text", "thinking_token_budget", b"thinking_token_budget", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_api_key", b"_api_key", "_thinking_token_budget", b"_thinking_token_budget", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "request_id", b"request_id", "resume", b"resume", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "skip_text", b"skip_text", "terms", b"terms", "text", b"text", "thinking_token_budget", b"thinking_token_budget", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_api_key", b"_api_key"]) -> typing.Literal["api_key"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_thinking_token_budget", b"_thinking_token_budget"]) -> typing.Literal["thinking_token_budget"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "tokens", "chat"] | None: ...
 
