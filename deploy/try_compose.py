@@ -49,9 +49,10 @@ _BEGAN: Final = time.monotonic()
 
 def run(*command: str, check: bool = True, **options: Any) -> str:
     """Run a command and return what it prints."""
-    done = subprocess.run(command, text=True, capture_output=True, check=False, cwd=ROOT, **options)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    done = subprocess.run(command, text=True, check=False, cwd=ROOT, **options)
     if check and done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{(done.stderr or '')[-4000:]}")
     return done.stdout.strip()
 
 
@@ -209,7 +210,8 @@ def make_secrets(folder: Path) -> str:
     (folder / "gateway-api-key").write_text(run(*add, "--tenant", "gateway", "--role", "forward", file))
     roles = ("--role", "operator", "--role", "inference")
     key = run(*add, "--tenant", "ops", *roles, file)
-    for path in folder.iterdir():
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o700 if path.is_dir() else 0o600)
         os.chown(path, 10001, 10001)
     return key
 
@@ -285,15 +287,21 @@ def traffic(docker: Docker, stack: Stack, profile: str) -> Iterator[Any]:
     options = [network, script, *stack.client, *stack.files]
     command = ["run", "-d", *options, "--entrypoint=python", "octavo/gateway", "/traffic.py", *asked]
     container = docker(*command)
+
+    def told() -> list[str]:
+        return docker("logs", container, stderr=subprocess.STDOUT).splitlines()
+
+    def end() -> dict[str, Any]:
+        docker("stop", "-t", "150", container)
+        *problems, outcome = told()
+        print("\n".join(problems[-10:]))
+        say(f"traffic: {outcome}")
+        return dict(json.loads(outcome))
+
     try:
-
-        def end() -> dict[str, Any]:
-            docker("stop", "-t", "150", container)
-            lines = docker("logs", container).splitlines()
-            print("\n".join(lines[-10:-1]))
-            say(f"traffic: {lines[-1] if lines else 'nothing'}")
-            return dict(json.loads(lines[-1]))
-
+        time.sleep(STEADY_S)
+        if docker("inspect", "-f", "{{.State.Running}}", container) != "true":
+            raise SystemExit("\n".join(["the traffic ended by itself:", *told()[-20:]]))
         yield end
     finally:
         docker("rm", "-f", container, check=False)
@@ -309,7 +317,6 @@ def try_profile(docker: Docker, profile: str, runner: str) -> dict[str, Any]:
         everything = ("worker", "scheduler", "standby", "gateway-a", "gateway-b")
         wait("up, and all healthy", lambda: stack.is_healthy(*everything))
         with traffic(docker, stack, profile) as outcome:
-            time.sleep(STEADY_S)
             stack.scale(3)
             wait("3 workers serve", lambda: stack.num_ready() == 3)
             time.sleep(STEADY_S)
