@@ -57,12 +57,17 @@ async def test_tenants_of_one_gateway_may_give_requests_the_same_id(shared: Serv
 
 async def test_prefix_of_a_tenant_is_cached_for_no_other_behind_one_gateway(shared: Served) -> None:
     http, _, _ = shared
-    cached = []
-    for name in ("user", "other", "user", "other"):
-        answer = await http.post("/v1/completions", json={"prompt": PROMPT}, headers=dict(bearer(name)))
-        cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-    assert cached[:2] == [0, 0]
-    assert cached[2] == cached[3] > 0
+
+    async def cached(name: str, **body: str) -> int:
+        body["prompt"] = PROMPT
+        answer = await http.post("/v1/completions", json=body, headers=dict(bearer(name)))
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert await cached("user") == await cached("other") == 0
+    # A salt of one's own narrows, and names nobody else's.
+    for salt in ("user", "user\0", "other"):
+        assert await cached("other", cache_salt=salt) == 0
+    assert await cached("user") == await cached("other") > 0
 
 
 async def test_response_of_another_tenant_cannot_be_continued(shared: Served) -> None:
