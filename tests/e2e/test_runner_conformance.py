@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,12 +15,15 @@ import torch
 from octavo.protocol.steps import FinishReason
 from octavo.sampling import SamplingParams, StructuredOutput
 from octavo_lab.scorecard.runner_workload import EngineJob, PlanWorkload, Reference, greedy_jobs
+from tokenizers import Tokenizer
 from transformers import LlamaConfig, PreTrainedModel
 
 from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.engine import EngineConfig, WorkerEngine
 from worker_svc.errors import StepOutOfMemory
+from worker_svc.grammar.backend import Vocabulary
+from worker_svc.grammar.guide import Grammars
 from worker_svc.runner.base import LoadedModel, ModelRunner
 from worker_svc.start.load import load_runner
 
@@ -54,7 +58,13 @@ class Subject:
     info: LoadedModel
     reference: Reference
 
-    def workload(self, seed: int = 0, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> PlanWorkload:
+    def workload(
+        self,
+        seed: int = 0,
+        num_blocks: int = NUM_BLOCKS,
+        num_host_blocks: int = 0,
+        grammars: Grammars | None = None,
+    ) -> PlanWorkload:
         """Return a workload over a new engine with an empty cache; its pool may be a part of the memory."""
         config = EngineConfig(
             block_size=BLOCK_SIZE,
@@ -65,7 +75,9 @@ class Subject:
             num_host_blocks=num_host_blocks,
             check_integrity=True,
         )
-        return PlanWorkload(WorkerEngine(self.runner, config), BLOCK_SIZE, MAX_NUM_SEQS, seed)
+        return PlanWorkload(
+            WorkerEngine(self.runner, config, grammars=grammars), BLOCK_SIZE, MAX_NUM_SEQS, seed
+        )
 
     def run(self, *jobs: EngineJob, seed: int = 0, disturb: bool = False) -> list[list[int]]:
         self.workload(seed).run(jobs, disturb=disturb)
@@ -336,8 +348,24 @@ def test_runner_end_of_sequence_token_ends_a_sequence(subject: Subject) -> None:
     assert job.ended is FinishReason.STOP
 
 
-def test_runner_structured_output_is_refused(subject: Subject) -> None:
-    problem = subject.runner.supports(SamplingParams(structured=StructuredOutput(regex="a+")))
+def test_runner_output_follows_its_constraint_and_a_disturbance_changes_none_of_it(subject: Subject) -> None:
+    text = subject.info.text
+    tokenizer = text.tokenizer_files["tokenizer.json"].decode()
+    grammars = Grammars(Vocabulary(tokenizer, subject.info.vocab_size, text.eos_token_ids))
+    wanted = StructuredOutput(regex="(yes|no){8}!{2,9}")
+    sampling = replace(RANDOM, structured=wanted, max_tokens=60)
 
-    assert problem
-    assert "structured" in problem
+    def outputs(*, disturb: bool) -> list[list[int]]:
+        jobs = [EngineJob(prompt(40, seed), replace(sampling, seed=seed)) for seed in range(6)]
+        jobs.append(EngineJob(prompt(40, 9), replace(RANDOM, max_tokens=30)))
+        subject.workload(grammars=grammars).run(jobs, disturb=disturb)
+        return [job.output for job in jobs]
+
+    try:
+        undisturbed = outputs(disturb=False)
+        assert outputs(disturb=True) == undisturbed
+    finally:
+        grammars.close()
+    for output in undisturbed[:-1]:
+        assert output[-1] == EOS
+        assert re.fullmatch(wanted.regex or "", Tokenizer.from_str(tokenizer).decode(output[:-1]))

@@ -24,7 +24,7 @@ WAIT_S: Final = 600.0
 MAX_TOKENS: Final = 300
 LONG_BLOCKS: Final = 8
 """What a worker holds that is in the middle of answers."""
-_ROOM: Final = ("--num-blocks", "20", "--block-size", "16", "--max-num-seqs", "8", "--max-model-len", "320")
+_ROOM: Final = ("--num-blocks", "24", "--block-size", "16", "--max-num-seqs", "8", "--max-model-len", "384")
 """Not all outputs fit into it."""
 KINDS: Final = [
     pytest.param(("sim", "--runner", "sim", *_ROOM), id="sim"),
@@ -49,14 +49,12 @@ class Leg(BaseModel):
 
 class Trip(BaseModel):
     legs: list[Leg] = Field(min_length=3, max_length=3)
-    price: float | None
+    price: int | None = Field(ge=0, le=999)
 
 
 TRIP: Final = StructuredOutput(json_schema=json.dumps(Trip.model_json_schema()), compact=True)
 WORDS: Final = StructuredOutput(regex=r"([a-z]{4} ){50}end")
-SUMS: Final = StructuredOutput(
-    grammar='root ::= line{30}\nline ::= number ("+" | "-") number ";\\n"\nnumber ::= [0-9]{1,3}'
-)
+SUMS: Final = StructuredOutput(regex=r"([0-9]{1,3}[+-][0-9]{1,3};\n){30}")
 FOLLOWS: Final[Mapping[StructuredOutput, Callable[[str], object]]] = {
     TRIP: Trip.model_validate_json,
     WORDS: re.compile(r"([a-z]{4} ){50}end").fullmatch,
@@ -145,6 +143,7 @@ async def test_class_comes_back_as_its_instance(stack: Stack) -> None:
         ),
         ({"response_format": {"type": "json_object"}}, r"(?s)\{.*"),
         ({"structured_outputs": {"regex": "[a-f]{8}!"}}, "[a-f]{8}!"),
+        ({"structured_outputs": {"grammar": 'root ::= "ab"{3} | "c"'}}, "ababab|c"),
         ({"structured_outputs": {"choice": ["yes", "no, never"]}}, "yes|no, never"),
     ],
 )

@@ -21,7 +21,7 @@ MESSAGES = {
     "plan_log": 60,
     "worker_messages": 150,
     "scheduler_messages": 150,
-    "grammars": 40,
+    "grammars": 20,
 }
 """For each reader; 300 unless a message costs more than most."""
 FOUND = [(reader, path) for reader in file_readers() for path in sorted((CORPUS / reader.name).glob("*"))]

@@ -20,7 +20,7 @@ from worker_svc.grammar.backends import Backends
 from worker_svc.grammar.child import COMPILE_LIMIT_S, read_frame, write_frame
 from worker_svc.grammar.threads import Threads
 
-ANSWER_LIMIT_S: Final = 90.0
+ANSWER_LIMIT_S: Final = 300.0
 """The child limits itself; this is for what goes wrong with it on a busy machine."""
 MAX_CACHED: Final = 1024
 MAX_CACHED_BYTES: Final = 256 << 20

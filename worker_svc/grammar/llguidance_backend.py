@@ -39,7 +39,7 @@ class LlguidanceBackend:
         if not vocabulary.stop_token_ids:
             raise GrammarError("the model has no token that ends a text")
         self._vocabulary = vocabulary
-        self._library = llguidance
+        self._library: Any = llguidance
         # Errors end up with clients: they are to be short.
         self._limits = llguidance.LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
         try:

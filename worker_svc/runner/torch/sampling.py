@@ -48,6 +48,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._states: dict[int, SamplingState] = {}
+        self._never = torch.tensor(-torch.inf, device=device)
         self._bits = torch.arange(WORD_BITS, dtype=torch.int32, device=device)
         self._all_ids = torch.arange(vocab_size, dtype=torch.int32, device=device).unsqueeze(0)
 
@@ -97,11 +98,22 @@ class Sampler:
     def _mask(self, logits: Tensor, rows: Seq[tuple[int, int]], masks: Mapping[int, Mask]) -> None:
         """Take the rest from the rows, given with their handles, that have a mask."""
         masked = [(row, masks[handle]) for row, handle in rows if handle in masks]
-        words = torch.from_numpy(np.stack([mask for _, mask in masked])).to(self._device)
-        bits = words.unsqueeze(-1).bitwise_right_shift(self._bits).bitwise_and_(1)  # [G, words, 32]
-        denied = bits.flatten(1)[:, : self._vocab_size] == 0
-        index = self._index([row for row, _ in masked])
-        logits[index] = logits[index].masked_fill_(denied, -torch.inf)
+        allowed = self._unpacked(np.stack([mask for _, mask in masked]))
+        if len(masked) == len(rows):
+            torch.where(allowed, logits, self._never, out=logits)
+        else:
+            index = self._index([row for row, _ in masked])
+            logits[index] = torch.where(allowed, logits[index], self._never)
+
+    def _unpacked(self, words: Mask) -> Tensor:
+        """Return a flag for each token of masks [G, words]."""
+        if self._device.type == "cpu":
+            bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+            return torch.from_numpy(bits.view(np.bool_))
+        # The way to the device is the longer part.
+        packed = torch.from_numpy(words).to(self._device)
+        on_device = packed.unsqueeze(-1).bitwise_right_shift(self._bits).bitwise_and_(1)  # [G, words, 32]
+        return on_device.flatten(1)[:, : self._vocab_size] != 0
 
     def _index(self, values: Seq[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
