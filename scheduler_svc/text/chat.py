@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from octavo.v1 import generation_pb2 as pb
 
 ROLES: Final = ("system", "user", "assistant", "tool")
-_OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})
+_OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 
 
 class InputError(Exception):
@@ -111,7 +111,8 @@ class ChatTemplate:
             raise InputError(
                 "chat", f"the model's chat template refuses it: {_say(error)}", "CHAT_TEMPLATE"
             ) from None
-        return "".join(parts)
+        text = "".join(parts)
+        return _open_ended(text, chat.messages[-1].content) if chat.continue_final_message else text
 
     def _variables(self, chat: pb.Chat) -> dict[str, object]:
         if not chat.messages:
@@ -120,12 +121,20 @@ class ChatTemplate:
         taken = sorted(_OWN_VARIABLES & variables.keys())
         if taken:
             raise InputError("chat.template_vars_json", f"must not set {', '.join(taken)}")
-        add_generation_prompt = not chat.HasField("add_generation_prompt") or chat.add_generation_prompt
+        continues = chat.continue_final_message
+        if continues and chat.add_generation_prompt:
+            raise InputError("chat.continue_final_message", "does not go with add_generation_prompt")
+        if continues and not chat.messages[-1].content.strip():
+            raise InputError("chat.continue_final_message", "the last message has no text to go on with")
+        add_generation_prompt = (
+            chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
+        )
         return {
             **self._special_tokens,
             **variables,
             "messages": [self._message(index, message) for index, message in enumerate(chat.messages)],
             "tools": _json(chat, "tools_json", "chat", list),
+            "documents": _json(chat, "documents_json", "chat", list),
             "add_generation_prompt": add_generation_prompt,
         }
 
@@ -145,6 +154,17 @@ class ChatTemplate:
     def _takes_role(self, role: str) -> bool:
         """Return whether a role is a usual one or one that the template names."""
         return role in ROLES or (role.isidentifier() and any(q + role + q in self._source for q in "'\""))
+
+
+def _open_ended(prompt: str, last: str) -> str:
+    """Return a prompt up to the end of its last message, as transformers has it: templates end messages."""
+    at = prompt.rfind(last.strip())
+    if at < 0:
+        problem = "the model's chat template does not show the last message as it is"
+        raise InputError("chat.continue_final_message", problem, "CHAT_TEMPLATE")
+    end = at + len(last.lstrip())
+    # A template that strips messages has no space there to go on with.
+    return prompt[:end] if prompt[at:end] == last.lstrip() else prompt[: at + len(last.strip())]
 
 
 def _json(message: Any, name: str, path: str, kind: type) -> Any:

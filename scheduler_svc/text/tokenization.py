@@ -12,6 +12,7 @@ import random
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
 
 from octavo.protocol import keys
@@ -49,6 +50,19 @@ class KeySpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptExtra:
+    """What few requests want done with a prompt."""
+
+    keep_last: int | None = None
+    """Tokens at its end to keep at most; what is before them is cut away."""
+    bad_words: tuple[str, ...] = ()
+    """Texts to tokenize as well."""
+
+
+NO_EXTRA: Final = PromptExtra()
+
+
+@dataclass(frozen=True, slots=True)
 class EncodeText:
     """Tokenize plain text."""
 
@@ -60,6 +74,7 @@ class EncodeText:
     keys: KeySpec | None = None
     want_pieces: bool = False
     trim: TrimSpec | None = None
+    extra: PromptExtra = NO_EXTRA
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +87,7 @@ class EncodeChat:
     keys: KeySpec | None = None
     want_pieces: bool = False
     trim: TrimSpec | None = None
+    extra: PromptExtra = NO_EXTRA
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +99,7 @@ class TakeTokens:
     tokens: bytes
     keys: KeySpec | None = None
     trim: TrimSpec | None = None
+    extra: PromptExtra = NO_EXTRA
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +131,8 @@ class Encoded:
     pieces: list[str] = field(default_factory=list)
     trimmed_tokens: int = 0
     """Tokens of the prompt that were cut away."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +167,12 @@ class TextModel:
         match job:
             case EncodeText():
                 text = self._encode(job.text, "text", job, add_special_tokens=job.add_special_tokens)
-                return self._finish(cut(text, job.trim), "text", job)
+                return self._finish(cut(_last(text, job.extra), job.trim), "text", job)
             case EncodeChat():
                 return self._finish(self._encode_chat(job), "chat", job)
             case TakeTokens():
                 ids = self._unpack(job.tokens, "tokens.ids")
-                return self._finish(cut(ids, job.trim), "tokens.ids", job)
+                return self._finish(cut(_last(ids, job.extra), job.trim), "tokens.ids", job)
             case Decode():
                 ids = self._unpack(job.tokens, "token_ids")
                 return self._tokenizer.decode(ids.tolist(), skip_special_tokens=not job.keep_special)
@@ -168,7 +187,7 @@ class TextModel:
 
         def encode(chat: pb.Chat) -> array[int]:
             text = template.render(chat, self._max_bytes(job))
-            return self._encode(text, "chat", job, add_special_tokens=False)
+            return _last(self._encode(text, "chat", job, add_special_tokens=False), job.extra)
 
         return trim_chat(pb.Chat.FromString(job.chat), encode, job.trim)
 
@@ -219,7 +238,26 @@ class TextModel:
                 "PROMPT_TOO_LONG",
             )
         block_keys = b"".join(keys.chain(spec.root, ids, spec.block_size))
-        return Encoded(ids.tobytes(), block_keys, pieces, trimmed)
+        bad_words = tuple(chain.from_iterable(map(self._bad_word, job.extra.bad_words)))
+        return Encoded(ids.tobytes(), block_keys, pieces, trimmed, bad_words)
+
+    def _bad_word(self, text: str) -> list[tuple[int, ...]]:
+        """Return the tokens of a text at the start of a word and, where that is as long, after a space.
+
+        As vLLM does it, so that the same words are kept out.
+        """
+        plain, spaced = (
+            tuple(self._tokenizer.encode(prefix + text.lstrip(), add_special_tokens=False).ids)
+            for prefix in ("", " ")
+        )
+        if not plain:
+            raise InputError("sampling.bad_words", "an entry makes no token")
+        differs = spaced and spaced[0] != plain[0] and len(spaced) == len(plain)
+        return [plain, spaced] if differs else [plain]
+
+
+def _last(ids: array[int], extra: PromptExtra) -> array[int]:
+    return ids if extra.keep_last is None else ids[-extra.keep_last :]
 
 
 def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:

@@ -12,12 +12,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from octavo.protocol.steps import Pooling
 from octavo.sampling import SamplingParams
 from octavo.steptimes import StepTimes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from worker_svc.errors import NothingAllowed
 from worker_svc.models.text import ModelText
-from worker_svc.runner.base import BlockCopy, LoadedModel, StepBatch, StepResult
+from worker_svc.runner.base import BlockCopy, LoadedModel, Row, SequenceData, StepBatch, StepResult
+from worker_svc.runner.restrictions import Restrictions
 
 BUILT_IN: Final = "sim"
 KV_BYTES_PER_TOKEN: Final = 23_040
@@ -25,6 +28,7 @@ KV_BYTES_PER_TOKEN: Final = 23_040
 DEVICE_BYTES: Final = 8 * 2**30
 COPY_BYTES_PER_S: Final = 10e9
 CONTEXT: Final = 8192
+VECTOR_SIZE: Final = 16
 
 _SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _EOS: Final = 2
@@ -79,23 +83,39 @@ class SimRunner:
         """Refuse what would need a model."""
         if sampling.structured is not None:
             return "structured output: simulated tokens follow no grammar"
-        if sampling.logprobs is not None:
+        if sampling.logprobs is not None or sampling.logprob_token_ids:
             return "logprobs: simulated tokens have no probabilities"
+        if sampling.prompt_logprobs is not None:
+            return "prompt_logprobs: simulated tokens have no probabilities"
         return None
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Sleep, then make up the tokens."""
         self._sleep(self._times.seconds(*self._load_of(batch)) / self._speed)
-        token_ids = {}
+        result = StepResult({}, {})
         for row in batch.rows:
+            sequence = row.sequence
             if row.sample:
-                sequence = row.sequence
                 position = row.start + row.num_tokens
                 noise = _noise(
                     sequence.sampling.seed or 0, sequence.choice, position, sequence.token_ids[position - 1]
                 )
-                token_ids[sequence.handle] = self._vocabulary[noise % len(self._vocabulary)]
-        return StepResult(token_ids, {})
+                result.token_ids[sequence.handle] = self._token(sequence, noise)
+            if row.pooled is not None:
+                result.pooled[sequence.handle] = _vector(row, row.pooled)
+        return result
+
+    def _token(self, sequence: SequenceData, noise: int) -> int:
+        sampling = sequence.sampling
+        if not (sampling.allowed_token_ids or sampling.bad_words_token_ids):
+            return self._vocabulary[noise % len(self._vocabulary)]
+        restrictions = Restrictions(sampling, (), self._info.vocab_size)
+        tokens = restrictions.allowed or self._vocabulary
+        banned = restrictions.bans(sequence)
+        left = [token_id for token_id in tokens if token_id not in banned]
+        if not left:
+            raise NothingAllowed((sequence.handle,))
+        return left[noise % len(left)]
 
     def copy_to_host(self, copies: Seq[BlockCopy]) -> None:
         """Sleep for as long as the copies would take."""
@@ -169,6 +189,18 @@ def _noise(seed: int, choice: int, position: int, previous: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state
+
+
+def _vector(row: Row, pooling: Pooling) -> list[float]:
+    """Return what a row adds to the vector of its sequence: numbers that follow from its tokens."""
+    token_ids = row.sequence.token_ids[row.start : row.start + row.num_tokens]
+    if pooling is Pooling.LAST:
+        return _made_up(token_ids[-1])
+    return [sum(column) for column in zip(*map(_made_up, token_ids), strict=True)]
+
+
+def _made_up(token_id: int) -> list[float]:
+    return [_noise(token_id, 0, place, 0) / 2**63 - 1.0 for place in range(VECTOR_SIZE)]
 
 
 def byte_level_tokenizer() -> str:

@@ -85,9 +85,11 @@ class Call:
         "accepted",
         "attempts",
         "done",
+        "embedding",
         "ends_to_come",
         "error",
         "no_worker_s",
+        "prompt_logprobs",
         "request_id",
         "timer",
         "trouble_since",
@@ -98,6 +100,9 @@ class Call:
     ) -> None:
         self.request_id = request.request_id
         self.accepted: Accepted | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """As far as they have come; whole before the first output."""
+        self.embedding: tuple[float, ...] = ()
         self.attempts = 0
         """Times that it was sent."""
         self.ends_to_come = 0
@@ -165,6 +170,7 @@ class Call:
             rest.accepted_as.prompt_tokens = self.accepted.prompt_tokens
             if self.accepted.clamped_max_tokens is not None:
                 rest.accepted_as.clamped_max_tokens = self.accepted.clamped_max_tokens
+        rest.scored_tokens = len(self.prompt_logprobs)
         for index, output in enumerate(self._outputs):
             if output.finished is not None:
                 rest.resume.add(choice=index, finished=True)
@@ -198,12 +204,21 @@ class Call:
                     self.accepted = wire.accepted(event.accepted)
                 if self._live:
                     self._on_change()
+            case "prompt_logprobs":
+                self._add_prompt_logprobs(event.prompt_logprobs)
+            case "embedding":
+                self.embedding = tuple(event.embedding.values)
             case "progress":
                 self.no_worker_s = event.progress.waited_ms / 1000
             case "error":
                 self.fail(error_of(wire.error_info(event.error)))
             case None:
                 pass  # Of a kind that this version does not know.
+
+    def _add_prompt_logprobs(self, scored: pb.PromptLogprobs) -> None:
+        self.trouble_since, self.no_worker_s = None, 0.0
+        known = len(self.prompt_logprobs) - scored.first_position
+        self.prompt_logprobs += wire.logprobs(scored.tokens)[max(0, known) :]
 
     def _finish_choice(self, finished: pb.Finished) -> None:
         self.ends_to_come -= 1
@@ -281,6 +296,8 @@ class Call:
             tuple(output.choice(index) for index, output in enumerate(self._outputs)),
             None if self.accepted is None else self.accepted.seed,
             None if self.accepted is None else self.accepted.level,
+            tuple(self.prompt_logprobs),
+            self.embedding,
         )
 
 

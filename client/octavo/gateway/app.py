@@ -28,8 +28,14 @@ from octavo.gateway.errors import Failure, GatewayError, failure_of, failure_of_
 from octavo.gateway.key_check import KeyCheck
 from octavo.gateway.metrics import Metrics, Observation
 from octavo.gateway.responses import EventResponse, Job, JobResponse, WholeResponse
-from octavo.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from octavo.gateway.writers import ChatWriter, CompletionWriter, Head
+from octavo.gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from octavo.gateway.writers import ChatWriter, CompletionWriter, EmbeddingWriter, Head
 from octavo.protocol.bounds import short
 from octavo.service.loop_lag import LoopLag
 from octavo.service.memory import MemoryCeiling
@@ -91,7 +97,7 @@ class Gateway:
     async def completions(self, body: CompletionRequest, request: Request) -> JobResponse:
         """Complete prompts."""
         options = translate.completion_options(body, request.headers)
-        prompts = translate.completion_prompts(body)
+        prompts = translate.prompts(body.prompt)
         head, headers = await self._head("cmpl", body.model, request)
         num_choices = body.n or 1
         key = translate.bearer_key(request.headers)
@@ -114,6 +120,22 @@ class Gateway:
         observation = Observation(self.metrics, "chat_completions")
         job = Job([ask], ChatWriter(body, head), body.n or 1, observation, self._write_timeout_s)
         return self._respond(job, body, headers, head)
+
+    async def embeddings(self, body: EmbeddingRequest, request: Request) -> JobResponse:
+        """Return the vectors of texts."""
+        options = translate.embedding_options(body, request.headers)
+        head, headers = await self._head("embd", body.model, request)
+        asks = [
+            CompletionAsk(self._client, prompt, {**options, "request_id": f"{head.id}-{number}"})
+            for number, prompt in enumerate(translate.prompts(body.input))
+        ]
+        observation = Observation(self.metrics, "embeddings")
+        job = Job(asks, EmbeddingWriter(body, head), 1, observation, self._write_timeout_s)
+        job.renamed = {"text": "input", "tokens.ids": "input", "terms.order": "priority"}
+        job.fields = {"request_id": head.id, "model": head.model, "stream": False}
+        if body.user is not None:
+            job.fields["user"] = body.user
+        return WholeResponse(job, headers)
 
     def _respond(
         self, job: Job, body: CompletionRequest | ChatRequest, headers: Mapping[str, str], head: Head
@@ -284,6 +306,7 @@ def _routes(gateway: Gateway) -> APIRouter:
     add = router.add_api_route
     add("/v1/completions", gateway.completions, methods=["POST"], **answers("completion"))
     add("/v1/chat/completions", gateway.chat_completions, methods=["POST"], **answers("chat"))
+    add("/v1/embeddings", gateway.embeddings, methods=["POST"], **answers("embeddings"))
     add("/v1/models", gateway.models, methods=["GET"], **answers("models"))
     add("/v1/models/{name:path}", gateway.model, methods=["GET"], **answers("model"))
     add("/tokenize", gateway.tokenize, methods=["POST"], **answers("tokenize"))

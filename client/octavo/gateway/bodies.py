@@ -27,6 +27,7 @@ _OTHER_UNICODE: Final = (b"\xff\xfe", b"\xfe\xff")
 ROUTES: Final[Mapping[str, str]] = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat_completions",
+    "/v1/embeddings": "embeddings",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }

@@ -6,16 +6,19 @@ event is encoded once.
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring
 from typing import Any, Final
 
-from octavo.gateway.logprobs import ChatLogprobs, CompletionLogprobs
-from octavo.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from octavo.types import Choice, Delta, Progress, Usage
+from octavo.gateway.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
+from octavo.gateway.schemas import ChatRequest, CompletionRequest, EmbeddingRequest, GenerationRequest
+from octavo.protocol.steps import TokenLogprobs
+from octavo.types import Choice, Delta, GenerateResult, Progress, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
 _quote: Final[Callable[[str], str]] = encode_basestring
@@ -87,10 +90,19 @@ class Writer(ABC):
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
         self._num_tokens = [0] * num_choices
+        self._wants_scores = request.prompt_logprobs is not None
+        self._scores: dict[int, list[dict[str, Any] | None]] = {}
+        """Log probabilities of the prompt of each choice, where they are a member of their own."""
         self._begin = (
             f'data: {{"id":{_quote(head.id)},"object":"{self.object_event}","created":{head.created},'
             f'"model":{_quote(head.model)},"choices":[{{"index":'
         )
+
+    def scored(self, choices: range, entries: Sequence[TokenLogprobs]) -> None:
+        """Take the log probabilities of the prompt that these choices have; before any output of them."""
+        if entries and self._wants_scores:
+            found = prompt_logprobs(entries, as_ids=self._as_ids)
+            self._scores.update(dict.fromkeys(choices, found))
 
     # Events --------------------------------------------------------------------------------------
 
@@ -155,6 +167,15 @@ class Writer(ABC):
 
     # Whole answers -------------------------------------------------------------------------------
 
+    def answer(self, results: Sequence[GenerateResult]) -> bytes:
+        """Return the answer that the outcomes of all prompts make."""
+        choices: list[Choice] = []
+        for result in results:
+            first = len(choices)
+            choices += result.choices
+            self.scored(range(first, len(choices)), result.prompt_logprobs)
+        return self.whole(choices, [result.usage for result in results])
+
     def whole(self, choices: Sequence[Choice], usages: Sequence[Usage]) -> bytes:
         """Return an answer; `choices` are those of all prompts, in order."""
         head = self._head
@@ -166,8 +187,13 @@ class Writer(ABC):
                 "model": head.model,
                 "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
                 "usage": usage_object(usages),
+                **self._more(),
             }
         )
+
+    def _more(self) -> dict[str, Any]:
+        """Return further members of a whole answer."""
+        return {}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         found = {"index": index, **self._output(index, choice), **self._finish(choice)}
@@ -180,6 +206,36 @@ class Writer(ABC):
         """Return the members of a whole choice that hold its output."""
 
 
+class EmbeddingWriter:
+    """Answers of /v1/embeddings."""
+
+    def __init__(self, request: EmbeddingRequest, head: Head) -> None:
+        self._head = head
+        self._as_base64 = request.encoding_format == "base64"
+
+    def answer(self, results: Sequence[GenerateResult]) -> bytes:
+        """Return the answer that the vectors of all inputs make."""
+        tokens = sum(result.usage.prompt_tokens for result in results)
+        return to_json(
+            {
+                "id": self._head.id,
+                "object": "list",
+                "created": self._head.created,
+                "model": self._head.model,
+                "data": [
+                    {"object": "embedding", "index": index, "embedding": self._vector(result.embedding)}
+                    for index, result in enumerate(results)
+                ],
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            }
+        )
+
+    def _vector(self, values: Sequence[float]) -> list[float] | str:
+        if not self._as_base64:
+            return list(values)
+        return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+
+
 class CompletionWriter(Writer):
     """Answers of /v1/completions."""
 
@@ -189,11 +245,19 @@ class CompletionWriter(Writer):
         """`echoes`: what the text of each choice begins with."""
         super().__init__(request, head, len(echoes))
         self._echoes = list(echoes)
+        self._scored: dict[int, tuple[TokenLogprobs, ...]] = {}
+        """Log probabilities of the echo of each choice that has not begun."""
         self._logprobs = (
             [CompletionLogprobs(as_ids=self._as_ids) for _ in echoes]
             if request.logprobs is not None
             else None
         )
+
+    def scored(self, choices: range, entries: Sequence[TokenLogprobs]) -> None:
+        """Take the log probabilities of a prompt: those of its echo, too."""
+        super().scored(choices, entries)
+        if self._logprobs is not None and any(self._echoes[index] for index in choices):
+            self._scored.update(dict.fromkeys(choices, tuple(entries)))
 
     def _delta(self, index: int, delta: Delta) -> str:
         text = delta.text
@@ -201,12 +265,18 @@ class CompletionWriter(Writer):
             text, self._echoes[index] = self._echoes[index] + text, ""
         if self._logprobs is None:
             return f'"text":{_quote(text)},"logprobs":null'
-        logprobs = json.dumps(self._logprobs[index].take(delta.logprobs), ensure_ascii=False)
+        entries = (*self._scored.pop(index, ()), *delta.logprobs)
+        logprobs = json.dumps(self._logprobs[index].take(entries), ensure_ascii=False)
         return f'"text":{_quote(text)},"logprobs":{logprobs}'
 
     def _output(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = self._logprobs[index].take(choice.logprobs) if self._logprobs is not None else None
-        return {"text": self._echoes[index] + choice.text, "logprobs": logprobs}
+        found: dict[str, Any] = {"text": self._echoes[index] + choice.text, "logprobs": None}
+        if self._logprobs is not None:
+            entries = (*self._scored.pop(index, ()), *choice.logprobs)
+            found["logprobs"] = self._logprobs[index].take(entries)
+        if index in self._scores:
+            found["prompt_logprobs"] = self._scores[index]
+        return found
 
 
 class ChatWriter(Writer):
@@ -241,3 +311,6 @@ class ChatWriter(Writer):
         logprobs = self._logprobs[index].take(choice.logprobs) if self._logprobs is not None else None
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         return {"message": message, "logprobs": logprobs}
+
+    def _more(self) -> dict[str, Any]:
+        return {"prompt_logprobs": self._scores[0]} if 0 in self._scores else {}

@@ -36,6 +36,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from worker_svc.errors import DeviceLost, InvalidSettings, ModelLoadError, StepFailed, StepOutOfMemory
+from worker_svc.runner.vllm.readings import Reading, Readings, read
 from worker_svc.runner.vllm.tier import Tier
 
 NULL_BLOCKS: Final = 1
@@ -80,6 +81,8 @@ class StepInput:
     num_scheduled_tokens: dict[str, int]
     draw_seeds: dict[str, int]
     """Seeds of the rows that draw their next token at random in this step."""
+    wanted: dict[str, Reading]
+    """What else is wanted of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,8 @@ class StepExtension:
         scheduler_output: SchedulerOutput,
         resumed: Seq[CachedRequestState],
         draw_seeds: Mapping[str, int],
-    ) -> ModelRunnerOutput | StepFault | None:
+        wanted: Mapping[str, Reading],
+    ) -> tuple[ModelRunnerOutput, Readings] | StepFault | None:
         """Compute one step and sample; the driver returns its output, other ranks nothing."""
         runner = self.model_runner  # type: ignore[attr-defined]  # the worker that this is mixed into
         try:
@@ -106,14 +110,16 @@ class StepExtension:
                 runner.requests[state.req_id] = state
                 if runner.uses_mrope:
                     runner._init_mrope_positions(state)  # noqa: SLF001 - what the runner does for new requests
-            output = self.execute_model(scheduler_output)  # type: ignore[attr-defined]
+            output, readings = self.execute_model(scheduler_output), Readings()  # type: ignore[attr-defined]
             if output is None:
+                if wanted:
+                    readings = read(runner, wanted, runner.model_config.get_vocab_size())
                 with _seeded(runner, draw_seeds), _checked(runner):
                     output = self.sample_tokens(None)  # type: ignore[attr-defined]
         except Exception as error:  # noqa: BLE001 - every rank must answer, or the others' answers go astray
             runner.execute_model_state = None
             return StepFault(_kind_of(error), f"{type(error).__name__}: {error}"[:2000])
-        return output if self.rank == 0 else None  # type: ignore[attr-defined]
+        return (output, readings) if self.rank == 0 else None  # type: ignore[attr-defined]
 
     def octavo_allocate_host(self, num_host_blocks: int) -> None:
         """Make the host tier's memory. Raises MemoryError when there is not enough."""
@@ -311,7 +317,7 @@ class VllmEngine:
         with _out_of_memory_as(MemoryError, "vLLM's ranks"):
             self._allocate(num_blocks, num_host_blocks)
 
-    def step(self, step: StepInput) -> ModelRunnerOutput:
+    def step(self, step: StepInput) -> tuple[ModelRunnerOutput, Readings]:
         """Compute one step.
 
         Raises:
@@ -322,7 +328,8 @@ class VllmEngine:
         outputs = self._rpc("octavo_step", *_message(step), timeout_s=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
         faults = [output for output in outputs if isinstance(output, StepFault)]
         if not faults:
-            return outputs[0]
+            output: tuple[ModelRunnerOutput, Readings] = outputs[0]
+            return output
         fault = faults[0]
         if fault.kind == DeviceLost.reason or len(faults) < len(outputs):
             raise DeviceLost(fault.message)
@@ -405,7 +412,10 @@ def gpu_properties() -> tuple[str, int] | None:
 
 def make_sampling(kwargs: Mapping[str, Any]) -> VllmSamplingParams:
     """Return vLLM's sampling parameters. Raises ValueError for values that it does not take."""
-    return VllmSamplingParams(**kwargs)
+    banned = kwargs["bad_words_token_ids"]
+    sampling = VllmSamplingParams(**{k: v for k, v in kwargs.items() if k != "bad_words_token_ids"})
+    sampling._bad_words_token_ids = banned  # noqa: SLF001 - where it keeps words as tokens
+    return sampling
 
 
 def _config(args: Mapping[str, Any]) -> VllmConfig:
@@ -469,7 +479,9 @@ def _check_one_group(config: VllmConfig, specs: Seq[Mapping[str, Any]]) -> None:
         )
 
 
-def _message(step: StepInput) -> tuple[SchedulerOutput, list[CachedRequestState], dict[str, int]]:
+def _message(
+    step: StepInput,
+) -> tuple[SchedulerOutput, list[CachedRequestState], dict[str, int], dict[str, Reading]]:
     """Return the arguments of `StepExtension.octavo_step`."""
     new: list[NewRequestData] = []
     resumed: list[CachedRequestState] = []
@@ -525,4 +537,4 @@ def _message(step: StepInput) -> tuple[SchedulerOutput, list[CachedRequestState]
         finished_req_ids=step.finished,
         free_encoder_mm_hashes=[],
     )
-    return scheduler_output, resumed, step.draw_seeds
+    return scheduler_output, resumed, step.draw_seeds, step.wanted
