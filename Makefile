@@ -14,10 +14,10 @@ MACHINES := tests/sim/test_state_machine.py tests/unit/worker/engine/test_engine
 RELEASED := protos/released/0.1.0.binpb
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm clients lm-eval schemathesis node demo test test-slow test-all explore fuzz lint format proto scorecard chaos clean
+.PHONY: help setup vllm clients lm-eval schemathesis node demo test test-slow test-all explore fuzz lint format proto scorecard chaos compose-test locks clean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: .venv/.installed ## make .venv with everything that development needs
 
@@ -91,6 +91,12 @@ proto: ## regenerate client/octavo/v1 from protos/
 
 scorecard: .venv/.installed ## measure every promise (ONLY='e2e.*', LONG=1 for the long ones)
 	@$(BIN)/python -m octavo_lab.scorecard $(if $(ONLY),--only '$(ONLY)') $(if $(LONG),--long)
+
+compose-test: .venv/.installed ## try the compose stack on a real Docker engine, disturbed under traffic (ARGS="--runner sim --profile cpu")
+	@$(BIN)/python deploy/try_compose.py $(ARGS)
+
+locks: ## pin what the images hold (TORCH_CPU=folder or page with torch's CPU builds; needs uv)
+	@$(PYTHON) deploy/lock.py --torch-cpu '$(TORCH_CPU)'
 
 chaos: .venv/.installed ## attack a stack for three minutes (ARGS="--runner torch --seed 2")
 	@$(BIN)/octavo chaos --seconds 180 --poison 20 $(ARGS)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from octavo.protocol.steps import Priority
-from octavo.service.address import split_address
+from octavo.service.address import split_address, split_scheme
 from octavo.service.settings import (
     COMMAS,
     NONE,
@@ -90,6 +90,14 @@ class AccessSection(Section):
         description="TOML file of API keys and tenants, followed while it changes; "
         "without one everybody is the anonymous tenant",
     )
+    jwt_issuer: Name | None = Field(
+        None, description="issuer of tokens (JWT) that are taken for keys of tenants of the key file"
+    )
+    jwt_audience: Name | None = Field(None, description="whom such tokens must be made for")
+    jwt_jwks: str | None = Field(
+        None, description="public keys of the issuer: a JWKS file, followed, or an https URL, fetched"
+    )
+    jwt_tenant_claim: Name = Field("tenant", description="claim of a token that names its tenant")
     cache_secret: SecretStr = Field(
         SecretStr(""),
         description="keeps tenants from guessing each other's cache keys; must outlive restarts",
@@ -101,7 +109,11 @@ class FleetSection(Section):
 
     workers: Annotated[tuple[Name, ...], COMMAS] = Field(
         ("127.0.0.1:50061",),
-        description="workers, as host:port separated by commas; dns:host:port is every address of the name",
+        description="workers, as host:port separated by commas; dns:host:port is every address of the name; "
+        "grpcs:// before it is TLS, whatever tls_ca says, and grpc:// is plaintext",
+    )
+    worker_secret_file: Path | None = Field(
+        None, description="file whose first line is presented to workers; followed while it changes"
     )
     scheduler_id: Name | None = Field(
         None, description="name of this scheduler; by default drawn at each start"
@@ -133,7 +145,7 @@ class FleetSection(Section):
         if not self.workers:
             raise ValueError("workers must name at least one worker")
         for worker in self.workers:
-            split_address(worker.removeprefix("dns:"), "workers")
+            split_address(split_scheme(worker)[1].removeprefix("dns:"), "workers")
         return self
 
 

@@ -43,6 +43,8 @@ from scheduler_svc.requests.state import RequestState
 _log = structlog.get_logger()
 
 _LOOP_TICK_S: Final = 0.001
+_LATE_S: Final = 0.01
+"""After the end of a request: a client that takes it later is slow."""
 _WARNINGS: Final = frozenset(
     {"worker_lost", "step_error", "level_changed", "plan_log_stopped", "plan_log_resumed"}
 )
@@ -109,6 +111,11 @@ class CoreDriver:
         """The client does not want a request any more, or is gone. One that has ended stays ended."""
         if not state.ended:
             self._post(lambda now: self._core.cancel(state.core_id, now))
+
+    def delivered(self, state: RequestState) -> None:
+        """The client has taken the end of a request: when that was late, it is noted."""
+        if state.ended_at is not None and self._clock() - state.ended_at > _LATE_S:
+            self._post(lambda now: self._core.delivered(state.core_id, now))
 
     def clock(self) -> float:
         """Return the time, in monotonic seconds."""

@@ -23,6 +23,7 @@ CODES: Final[Mapping[str, grpc.StatusCode]] = MappingProxyType(
         "INVALID_REQUEST": grpc.StatusCode.INVALID_ARGUMENT,
         "CHAT_TEMPLATE": grpc.StatusCode.INVALID_ARGUMENT,
         Reason.PROMPT_TOO_LONG: grpc.StatusCode.INVALID_ARGUMENT,
+        Reason.INVALID_GRAMMAR: grpc.StatusCode.INVALID_ARGUMENT,
         Reason.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
         Reason.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
         Reason.DUPLICATE_REQUEST_ID: grpc.StatusCode.ALREADY_EXISTS,

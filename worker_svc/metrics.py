@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from wsgiref.simple_server import WSGIServer
-
 from octavo.protocol.steps import (
     Geometry,
     PoolReport,
@@ -25,7 +22,6 @@ from prometheus_client import (
     Info,
     ProcessCollector,
     disable_created_metrics,
-    start_http_server,
 )
 
 from worker_svc.kv.stats import external_fragmentation, internal_fragmentation
@@ -218,20 +214,3 @@ class WorkerMetrics:
         self._copy_cost.labels("in").set(copies.in_us_per_block * _US)
         self._saved_tokens.inc(in_blocks * self._block_size)
         self._skipped_copies.inc(copies.skipped_blocks - seen.skipped_blocks)
-
-
-class MetricsServer:
-    """Serves a registry over HTTP, from a thread of its own."""
-
-    def __init__(self, metrics: WorkerMetrics, host: str, port: int) -> None:
-        """Raises OSError when the port cannot be had."""
-        self._server: WSGIServer
-        self._thread: threading.Thread
-        self._server, self._thread = start_http_server(port, host, metrics.registry)
-        self.port: int = self._server.server_port
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

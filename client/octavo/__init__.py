@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.protocol.steps import FinishReason, Priority, TokenLogprobs
     from octavo.sampling import SamplingParams, StructuredOutput
+    from octavo.service.tls import Tls
     from octavo.status import Status
     from octavo.types import (
         Accepted,
@@ -80,6 +81,7 @@ __all__ = [
     "Stream",
     "StructuredOutput",
     "Timings",
+    "Tls",
     "TokenLogprobs",
     "Tokenization",
     "UnavailableError",
@@ -98,6 +100,7 @@ _MODULES: Final = (
     "octavo.sampling",
     "octavo.status",
     "octavo.protocol.steps",
+    "octavo.service.tls",
     "octavo.aio",
     "octavo.client",
     "octavo.llm",

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
-from typing import Final, Self, Unpack
+from typing import Self, Unpack
 
 import grpc.aio
 
 from octavo._sdk import wire
 from octavo._sdk.batch import Batch
 from octavo._sdk.call import Call
-from octavo._sdk.channel import Connection, Endpoints, from_rpc, parse_api_key, parse_endpoints
+from octavo._sdk.channel import Endpoints, from_rpc, parse_api_key, parse_endpoints, parse_tls
 from octavo._sdk.core import Core
 from octavo._sdk.session import Patience, Transport
 from octavo.errors import OctavoError
 from octavo.protocol.steps import TokenLogprobs
-from octavo.status import Status
+from octavo.service.tls import Tls
+from octavo.status import Status, UsageReport
 from octavo.types import (
     Accepted,
     BatchItem,
@@ -40,8 +41,6 @@ from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import operations_pb2
 
 # grpc.health.v1: an empty request asks for the server as a whole, the answer's first field is its state.
-_HEALTH: Final = "/grpc.health.v1.Health/Check"
-_SERVING: Final = b"\x08\x01"
 
 
 class _Signal:
@@ -178,12 +177,14 @@ class AsyncClient:
             order and stand in for each other. Absent: the variable OCTAVO_ENDPOINT, or 127.0.0.1:50051.
         api_key: goes with every call. Absent: the variable OCTAVO_API_KEY, or none. Requests may bring
             keys of their own (option `api_key`), as those of a gateway do.
+        tls: files for TLS. It is spoken to endpoints that begin with `grpcs://` and, where this is given, to
+            all that do not begin with `grpc://`. Absent: the variables OCTAVO_TLS_CA, _CERT, _KEY, or none.
         connect_timeout: seconds to try until a first connection stands.
         reconnect_timeout: seconds to try to get a lost connection back before the running requests fail.
             Until then they wait, and go on where they were.
 
     Raises:
-        InvalidRequestError: an endpoint or the key is malformed.
+        InvalidRequestError: an endpoint or the key is malformed, or a file of `tls` cannot be read.
     """
 
     def __init__(
@@ -191,10 +192,11 @@ class AsyncClient:
         endpoint: str | Sequence[str] | None = None,
         *,
         api_key: str | None = None,
+        tls: Tls | None = None,
         connect_timeout: float = 10.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
-        endpoints = Endpoints(parse_endpoints(endpoint), parse_api_key(api_key))
+        endpoints = Endpoints(parse_endpoints(endpoint), parse_api_key(api_key), parse_tls(tls))
         self._core = Core(endpoints, Patience(connect_timeout, reconnect_timeout))
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerateResult:
@@ -203,7 +205,7 @@ class AsyncClient:
         Raises:
             OctavoError: the request was refused or failed; see `octavo.errors`.
         """
-        return await self._core.run(wire.text_request(prompt, options))
+        return wire.parsed(await self._core.run(wire.text_request(prompt, options)), options)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Start a request and return its output as it comes; raises as `generate` does."""
@@ -211,7 +213,7 @@ class AsyncClient:
 
     async def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateResult:
         """Return the whole answer in a conversation; raises as `generate` does."""
-        return await self._core.run(wire.chat_request(messages, options))
+        return wire.parsed(await self._core.run(wire.chat_request(messages, options)), options)
 
     def chat_stream(self, messages: Messages, **options: Unpack[ChatOptions]) -> AsyncStream:
         """Start the answer in a conversation and return it as it comes; raises as `generate` does."""
@@ -325,11 +327,19 @@ class AsyncClient:
         )
         return [wire.model_info(model) for model in answer.models]
 
-    async def status(self, *, history: bool = False) -> Status:
+    async def status(self, *, history: bool = False, api_key: str | None = None) -> Status:
         """Return what the scheduler is doing; with `history`, also what it did in the last ten minutes."""
         request = operations_pb2.GetStatusRequest(history=history)
-        answer = await self._core.unary(lambda on: on.operations.GetStatus(request, metadata=on.metadata))
+        answer = await self._core.unary(
+            lambda on: on.operations.GetStatus(request, metadata=on.metadata_of(api_key))
+        )
         return wire.status(answer.status)
+
+    async def usage(self, since: float | None = None) -> UsageReport:
+        """Return who used the devices, minute by minute, in the last `since` seconds or in the last day."""
+        request = operations_pb2.GetUsageRequest(since_s=since)
+        answer = await self._core.unary(lambda on: on.operations.GetUsage(request, metadata=on.metadata))
+        return wire.usage_report(answer)
 
     async def watch_status(self, interval: float = 1.0, *, history: bool = False) -> AsyncGenerator[Status]:
         """Yield a status now and then again each `interval` seconds, until the scheduler goes away.
@@ -352,7 +362,7 @@ class AsyncClient:
         """Return whether the service takes work: it answers in time, has a worker, and is not draining."""
         try:
             async with asyncio.timeout(timeout):
-                return await self._core.unary(_is_serving)
+                return await self._core.serving()
         except (OctavoError, TimeoutError):
             return False
 
@@ -440,8 +450,3 @@ class AsyncClient:
 
     def _start(self, request: pb.GenerateRequest) -> AsyncStream:
         return AsyncStream(self._core.transport(), self._core.prepare(request))
-
-
-async def _is_serving(connection: Connection) -> bool:
-    check = connection.channel.unary_unary(_HEALTH, request_serializer=bytes, response_deserializer=bytes)
-    return bool(await check(b"") == _SERVING)

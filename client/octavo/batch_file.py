@@ -21,6 +21,7 @@ from typing import Any, Final, Self
 from octavo.errors import InvalidRequestError, OctavoError
 from octavo.protocol.steps import TokenLogprobs
 from octavo.sampling import StructuredOutput
+from octavo.structured import of_response_format
 from octavo.types import BatchItem, Choice, GenerateResult
 
 PREFIX_CHARS: Final = 256
@@ -268,15 +269,10 @@ def _options(number: int, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _structured(number: int, wanted: Any) -> StructuredOutput | None:
-    match wanted:
-        case {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return StructuredOutput(json_object=True)
-        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
-            return StructuredOutput(json_schema=json.dumps(schema))
-    problem = "must be of type text, json_object or json_schema with its schema"
-    raise InvalidRequestError.of_fields((f"line {number}: response_format", problem))
+    try:
+        return of_response_format(wanted)
+    except ValueError as error:
+        raise InvalidRequestError.of_fields((f"line {number}: response_format", str(error))) from None
 
 
 def _choice(choice: Choice) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from octavo._sdk.session import Transport
 from octavo.aio import AsyncClient
 from octavo.errors import OctavoError
 from octavo.protocol.steps import TokenLogprobs
-from octavo.status import Status
+from octavo.service.tls import Tls
+from octavo.status import Status, UsageReport
 from octavo.types import (
     Accepted,
     BatchItem,
@@ -130,12 +131,14 @@ class Client:
         endpoint: str | Sequence[str] | None = None,
         *,
         api_key: str | None = None,
+        tls: Tls | None = None,
         connect_timeout: float = 10.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
         self._aio = AsyncClient(
             endpoint,
             api_key=api_key,
+            tls=tls,
             connect_timeout=connect_timeout,
             reconnect_timeout=reconnect_timeout,
         )
@@ -230,6 +233,10 @@ class Client:
     def status(self, *, history: bool = False) -> Status:
         """Return what the scheduler is doing; with `history`, also what it did in the last ten minutes."""
         return self._thread.run(self._aio.status(history=history))
+
+    def usage(self, since: float | None = None) -> UsageReport:
+        """Return who has used the devices, minute by minute; see `AsyncClient.usage`."""
+        return self._thread.run(self._aio.usage(since))
 
     def watch_status(self, interval: float = 1.0, *, history: bool = False) -> Iterator[Status]:
         """Yield a status now and then again each `interval` seconds; see `AsyncClient.watch_status`."""

@@ -1,7 +1,8 @@
 """API keys and the key file: who may use a scheduler, as whom, and how much of it.
 
-The file holds hashes, never keys. A key is random, so one pass of SHA-256 is as good as a slow hash,
-and a lookup costs the same whoever asks. docs/tenants.md describes the format.
+The file holds hashes, never keys. A key is random, so one pass of SHA-256 is as good as a slow hash; the salt
+is one of the whole file, so that a lookup costs the same whoever asks, and however many keys there are.
+docs/tenants.md describes the format.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any, Final
 KEY_PREFIX: Final = "octavo_"
 _KEY: Final = re.compile(rf"{KEY_PREFIX}[A-Za-z0-9_-]{{43}}")
 _KEY_BYTES: Final = 32
-_HASH: Final = re.compile(r"sha256:([0-9a-f]{64})")
+_HASH: Final = re.compile(r"(sha256|hmac-sha256):([0-9a-f]{64})")
+"""Without the salt of the file, as all were once, and with it."""
+_SALT: Final = re.compile(r"([0-9a-f]{2}){16,64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_QUOTA: Final = 2**32 - 1
 
@@ -28,12 +31,17 @@ _MAX_QUOTA: Final = 2**32 - 1
 class Role(StrEnum):
     """What a key allows."""
 
-    USER = "user"
+    INFERENCE = "inference"
     """Requests in the name of its tenant."""
     OPERATOR = "operator"
-    """The service `octavo.v1.Operations`, and channelz."""
+    """The service `octavo.v1.Operations`, channelz, and the metrics."""
+    METRICS = "metrics"
+    """The status, and the metrics."""
     FORWARD = "forward"
     """Calls whose requests carry keys of their own, as a gateway makes them; nothing else."""
+
+
+_FORMER_NAMES: Final = {"user": Role.INFERENCE}
 
 
 class KeyFileError(Exception):
@@ -83,9 +91,12 @@ class Key:
 class KeyFile:
     """The keys and tenants of a file."""
 
-    def __init__(self, tenants: Mapping[str, Tenant], keys: tuple[Key, ...]) -> None:
+    def __init__(
+        self, tenants: Mapping[str, Tenant], keys: tuple[Key, ...], salt: bytes | None = None
+    ) -> None:
         self.tenants = tenants
         self.keys = keys
+        self.salt = salt
         self._by_digest = {key.digest: key for key in keys}
 
     @classmethod
@@ -108,10 +119,18 @@ class KeyFile:
         """Return the entry of a key as a client presents it, or None."""
         if not is_key(key):
             return None
-        digest = digest_of(key)
-        found = self._by_digest.get(digest)
-        # The dictionary compares too, but not in constant time.
-        return found if found is not None and hmac.compare_digest(found.digest, digest) else None
+        for digest in (digest_of(key, self.salt), digest_of(key)):
+            found = self._by_digest.get(digest)
+            # The dictionary compares too, but not in constant time.
+            if found is not None and hmac.compare_digest(found.digest, digest):
+                return found
+        return None
+
+
+def check_name(name: str) -> None:
+    """Raise KeyFileError for what cannot name a tenant or a key."""
+    if _NAME.fullmatch(name) is None:
+        raise KeyFileError(f"{name!r} is no name: it has letters, digits, '.', '_' and '-', 64 at most")
 
 
 def new_key() -> str:
@@ -124,14 +143,21 @@ def is_key(key: str) -> bool:
     return _KEY.fullmatch(key) is not None
 
 
-def digest_of(key: str) -> bytes:
-    """Return the SHA-256 of a key."""
-    return hashlib.sha256(key.encode()).digest()
+def may_be_key(key: str) -> bool:
+    """Return whether it has the form of a key, or of a token that a scheduler may take for one."""
+    return is_key(key) or key.count(".") == 2
 
 
-def hash_of(key: str) -> str:
-    """Return what the key file holds of a key."""
-    return f"sha256:{digest_of(key).hex()}"
+def digest_of(key: str, salt: bytes | None = None) -> bytes:
+    """Return the SHA-256 of a key, with a salt its HMAC."""
+    if salt is None:
+        return hashlib.sha256(key.encode()).digest()
+    return hmac.digest(salt, key.encode(), "sha256")
+
+
+def hash_of(key: str, salt: bytes | None = None) -> str:
+    """Return what a key file with this salt holds of a key."""
+    return f"{'sha256' if salt is None else 'hmac-sha256'}:{digest_of(key, salt).hex()}"
 
 
 class _Reader:
@@ -142,7 +168,8 @@ class _Reader:
         self._problems: list[str] = []
 
     def read(self) -> KeyFile:
-        self._refuse_unknown("", self._content, ("tenants", "keys"))
+        self._refuse_unknown("", self._content, ("salt", "tenants", "keys"))
+        salt = self._salt()
         tables = self._content.get("tenants", {})
         if not isinstance(tables, dict):
             raise KeyFileError("tenants must be tables: [tenants.NAME]")
@@ -155,7 +182,16 @@ class _Reader:
         self._refuse_twins(found)
         if self._problems:
             raise KeyFileError("\n".join(self._problems))
-        return KeyFile(tenants, found)
+        return KeyFile(tenants, found, salt)
+
+    def _salt(self) -> bytes | None:
+        given = self._content.get("salt")
+        if given is None:
+            return None
+        if not isinstance(given, str) or _SALT.fullmatch(given) is None:
+            self._problem("salt", "must be 16 to 64 bytes in hexadecimal")
+            return b""
+        return bytes.fromhex(given)
 
     def _tenant(self, name: str, table: Any) -> Tenant:
         where = f"tenants.{name}"
@@ -193,22 +229,24 @@ class _Reader:
         self._refuse_unknown(where, entry, ("id", "hash", "tenant", "roles"))
         match = _HASH.fullmatch(entry["hash"]) if isinstance(entry.get("hash"), str) else None
         if match is None:
-            self._problem(f"{where}.hash", "must be 'sha256:' and 64 hexadecimal digits")
+            self._problem(f"{where}.hash", "must be 'sha256:' or 'hmac-sha256:', and 64 hexadecimal digits")
+        elif match[1] != "sha256" and "salt" not in self._content:
+            self._problem(f"{where}.hash", "was made with a salt, and the file has none")
         tenant = tenants.get(entry["tenant"]) if isinstance(entry.get("tenant"), str) else None
         if tenant is None:
             got = _shown(entry.get("tenant"))
             self._problem(f"{where}.tenant", f"must name a table [tenants.NAME], got {got}")
-        roles = self._roles(where, entry.get("roles", [Role.USER.value]))
+        roles = self._roles(where, entry.get("roles", [Role.INFERENCE.value]))
         if match is None or tenant is None:
             return None
-        return Key(name, bytes.fromhex(match[1]), tenant, roles)
+        return Key(name, bytes.fromhex(match[2]), tenant, roles)
 
     def _roles(self, where: str, value: Any) -> frozenset[Role]:
-        known = tuple(role.value for role in Role)
-        if not isinstance(value, list) or not value or any(role not in known for role in value):
-            self._problem(f"{where}.roles", f"must be a list of {', '.join(known)}")
+        known = {role.value: role for role in Role} | _FORMER_NAMES
+        if not isinstance(value, list) or not value or any(role not in list(known) for role in value):
+            self._problem(f"{where}.roles", f"must be a list of {', '.join(Role)}")
             return frozenset()
-        return frozenset(map(Role, value))
+        return frozenset(known[role] for role in value)
 
     def _refuse_twins(self, keys: tuple[Key, ...]) -> None:
         ids: set[str] = set()

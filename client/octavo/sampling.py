@@ -65,18 +65,21 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """One constraint on the output text; exactly one field is set."""
+    """One constraint on the output text: exactly one field but `strict` and `compact` is set."""
 
     json_schema: str | None = None
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
     json_object: bool | None = None
+    structural_tag: str | None = None
+    strict: bool | None = None
+    compact: bool | None = None
 
     @property
     def size_bytes(self) -> int:
         """About what its texts take in a message."""
-        texts = (self.json_schema, self.regex, self.grammar, *(self.choice or ()))
+        texts = (self.json_schema, self.regex, self.grammar, self.structural_tag, *(self.choice or ()))
         return sum(len(text) for text in texts if text is not None)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -23,12 +24,15 @@ from typing import Any, Final, Self
 
 from octavo.client import Client
 from octavo.errors import OctavoError, UnavailableError
+from octavo.service.private import FOLDER_MODE, private, write_private
+from octavo.service.tls import Tls
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is (0 to 1)."""
 
 _POLL_S: Final = 0.05
 _RESTART_GRACE_S: Final = 5.0
+_SECRET_FILE: Final = "OCTAVO_WORKER_SECRET_FILE"  # noqa: S105 - a variable
 _FIRST_METRICS_PORT: Final = 9464
 _DRAIN_GRACE_S: Final = 30.0
 _DRAIN_MARGIN_S: Final = 10.0
@@ -68,6 +72,8 @@ class StackConfig:
     gateway_port: int | None = None
     """Port of an HTTP gateway; 0 is any free one, None is no gateway."""
     gateway_args: Sequence[str] = ()
+    insecure: bool = False
+    """Whether `host` may be one that others reach in plaintext."""
     metrics: bool = False
     """Whether schedulers and workers serve metrics: on their usual ports where these are free."""
     folder: Path | None = None
@@ -112,7 +118,7 @@ class Child:
             "octavo.cli.main",
             *self._arguments,
         ]
-        with self.log.open("ab") as log:
+        with open(self.log, "ab", opener=private) as log:
             self._read = log.tell()
             self._process = subprocess.Popen(  # noqa: S603 # our own module
                 command,
@@ -182,7 +188,8 @@ class Stack:
     def __init__(self, config: StackConfig) -> None:
         self.config = config
         self.folder = config.folder or Path(tempfile.mkdtemp(prefix="octavo-"))
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        self._env = self._secure()
         host = config.host
         self.models = (config.model,) if isinstance(config.model, str) else tuple(config.model)
         num_workers = config.num_workers * len(self.models)
@@ -218,6 +225,17 @@ class Stack:
         """All processes, in the order in which they are stopped."""
         gateway = [self.gateway] if self.gateway is not None else []
         return [*gateway, *self.schedulers, *self.workers]
+
+    @property
+    def tls(self) -> Tls | None:
+        """How its ports are spoken to: the services take their certificates from the environment."""
+        return Tls.from_environment({**os.environ, **self._env})
+
+    @property
+    def worker_secret(self) -> str:
+        """What schedulers present to the workers."""
+        path = self._env.get(_SECRET_FILE) or os.environ[_SECRET_FILE]
+        return Path(path).read_text(encoding="utf-8").split()[0]
 
     @property
     def metrics_addresses(self) -> dict[str, str]:
@@ -256,7 +274,18 @@ class Stack:
         return "--metrics-port", str(ports[index]) if ports else "none"
 
     def _child(self, name: str, address: str, arguments: Sequence[str]) -> Child:
-        return Child(name, address, arguments, self.folder / f"{name}.log", self.config.env)
+        return Child(name, address, arguments, self.folder / f"{name}.log", self._env)
+
+    def _secure(self) -> dict[str, str]:
+        """Return the environment of the children, with a secret that its schedulers and workers share."""
+        env = dict(self.config.env)
+        if self.config.insecure:
+            env["OCTAVO_INSECURE"] = "yes"
+        if not (env.get(_SECRET_FILE) or os.environ.get(_SECRET_FILE)):
+            path = self.folder / "worker-secret"
+            write_private(path, secrets.token_urlsafe(32))
+            env[_SECRET_FILE] = str(path)
+        return env
 
     def start(self) -> None:
         """Start every process; does not wait until they serve."""
@@ -284,7 +313,7 @@ class Stack:
             StackError: a child ended, or the time is over.
         """
         give_up_at = time.monotonic() + timeout_s
-        with Client(self.endpoint, connect_timeout=_POLL_S) as client:
+        with Client(self.endpoint, tls=self.tls, connect_timeout=_POLL_S) as client:
             while not self._is_ready(client):
                 self.check()
                 if time.monotonic() > give_up_at:
@@ -294,7 +323,7 @@ class Stack:
                         on_progress(what, share)
                 time.sleep(_POLL_S)
             for child in (self.standby, self.gateway):
-                while child is not None and not _listens(child.address):
+                while child is not None and not listens(child.address):
                     self.check()
                     if time.monotonic() > give_up_at:
                         problem = f"{child.name} is not ready within {timeout_s:g} s; see {self.folder}"
@@ -382,7 +411,8 @@ class Stack:
         self.stop()
 
 
-def _listens(address: str) -> bool:
+def listens(address: str) -> bool:
+    """Return whether something takes connections there."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):

@@ -107,6 +107,8 @@ class TenantStatus:
     output_tokens: int
     tokenized_bytes: int
     """Input that tokenizers have worked on."""
+    device_s: float
+    """Its shares of the time of steps, times the devices of their workers."""
     quotas: Quotas
 
 
@@ -215,5 +217,39 @@ class Status:
     """0 is preferred: this scheduler takes workers over from those of a higher rank."""
     endpoint: str = ""
     """Where clients reach it, if it knows."""
+    idle_device_s: float = 0.0
+    """Of attached workers between steps, times their devices, since start."""
+    unassigned_device_s: float = 0.0
+    """Of steps that computed nothing for anybody. With this, idle time and tenants add up."""
     standby: str | None = None
     """Where clients reach the one that stands by for it; None when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """What a tenant has used in a while."""
+
+    tenant: str
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    device_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class UsagePeriod:
+    """What was used from one moment to another, in seconds since the epoch."""
+
+    from_unix_s: float
+    until_unix_s: float
+    tenants: tuple[TenantUsage, ...]
+    idle_device_s: float
+    unassigned_device_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class UsageReport:
+    """Who used the devices, oldest first."""
+
+    periods: tuple[UsagePeriod, ...]
+    price_per_gpu_hour: float | None = None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from octavo.stack import StackError
-
-MAX_DEATHS: Final = 5
-WITHIN_S: Final = 60.0
-"""A process that dies `MAX_DEATHS` times within so many seconds is not started again."""
+SETTLED_S: Final = 10.0
+"""A process that has run for so long has come up well: what ends it then is a new trouble."""
+SHOWN_EVERY: Final = 5
+"""After so many deaths in a row the end of the log is shown."""
 _FIRST_DELAY_S: Final = 0.25
 _MAX_DELAY_S: Final = 4.0
 
@@ -35,12 +34,17 @@ class Watched(Protocol):
 
 
 class Supervisor:
-    """Starts processes again that have died, each after a pause that doubles with its recent deaths."""
+    """Starts processes again that have died; the pause doubles while one dies soon after its start.
+
+    It never gives up on one: what killed it may be a request, or whoever took its machine, and pass.
+    """
 
     def __init__(self, children: Sequence[Watched], say: Callable[[str], None]) -> None:
         self._children = children
         self._say = say
-        self._deaths: dict[str, deque[float]] = {child.name: deque() for child in children}
+        self._deaths = Counter[str]()
+        """In a row, none of which came after the process had settled, by name."""
+        self._settled_at: dict[str, float] = {}
         self._due: dict[str, float] = {}
         """When a dead one is to be started, by name."""
 
@@ -49,9 +53,6 @@ class Supervisor:
 
         Args:
             now: monotonic seconds.
-
-        Raises:
-            StackError: one has died too often; the message ends with the last lines of its log.
         """
         for child in self._children:
             if child.alive:
@@ -61,17 +62,17 @@ class Supervisor:
                 self._bury(child, now)
             elif now >= due:
                 del self._due[child.name]
+                self._settled_at[child.name] = now + SETTLED_S
                 child.start()
 
     def _bury(self, child: Watched, now: float) -> None:
         """Take note of a death, and say when the process is started again."""
+        if now >= self._settled_at.get(child.name, now):
+            self._deaths[child.name] = 0
+        self._deaths[child.name] += 1
         deaths = self._deaths[child.name]
-        deaths.append(now)
-        while deaths[0] < now - WITHIN_S:
-            deaths.popleft()
-        if len(deaths) >= MAX_DEATHS:
-            problem = f"{child.account()}; it died {len(deaths)} times within a minute and stays down"
-            raise StackError(problem, log=child.last_lines())
-        delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2 ** (len(deaths) - 1))
+        delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(deaths - 1, 8))
         self._due[child.name] = now + delay_s
         self._say(f"{child.account()}; starting it again in {delay_s:g} s")
+        if deaths % SHOWN_EVERY == 0:
+            self._say(f"{child.name} died {deaths} times in a row; the end of its log:\n{child.last_lines()}")

@@ -26,6 +26,8 @@ class ChatMessage:
     tool_calls: Sequence[Mapping[str, Any]] = ()
     """Tool calls of an assistant turn, as in the OpenAI API."""
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    """What the model had thought before an assistant turn. Templates may drop it."""
 
 
 Messages = str | Sequence[ChatMessage | Mapping[str, Any]]
@@ -42,6 +44,9 @@ class GenerateOptions(SamplingOptions, total=False):
     request_id: str
     """Unique among the live requests of the service; drawn when absent."""
     sampling: SamplingParams
+    response_format: type | Mapping[str, Any]
+    """The same as `structured`, as in the OpenAI API; or a class of pydantic, and `GenerateResult.parsed` is
+    an instance of it."""
     priority: Priority | PriorityName
     queue_timeout: float
     """Longest wait in the queue, in seconds. 0: start at once or not at all."""
@@ -117,6 +122,8 @@ class Accepted:
     """Prompt tokens that were trimmed away under load."""
     clamped_max_tokens: int | None = None
     """max_tokens in force, when it was lowered under load."""
+    in_reasoning: bool = False
+    """The output goes on with thoughts that the prompt begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +193,11 @@ class GenerateResult:
     """The random stream that was used: give it again to get the same output."""
     level: int | None = None
     """Degradation level of the service at admission, 0 to 4."""
+    in_reasoning: bool = False
+    """The output goes on with thoughts that the prompt begins."""
+    parsed: Any = None
+    """The first choice, as an instance of the class that `response_format` named. None without one, and when
+    the output did not come to its end, by max_tokens for instance."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token of the prompt, when asked for. The first follows nothing: its rank is 0."""
     embedding: tuple[float, ...] = ()
@@ -259,6 +271,10 @@ class ModelInfo:
     """What a request gets that leaves temperature, top_p, top_k, min_p or repetition_penalty open."""
     aliases: tuple[str, ...] = ()
     """Further names that requests may use."""
+    tool_format: str = ""
+    """How its output has calls of tools; empty where that is not known."""
+    reasoning_format: str = ""
+    """How its output has thoughts; empty where it has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ BENCHES: Final = {
         "how much of the KV memory holds tokens, paged against contiguous",
     ),
     "vegeta-targets": ("octavo_lab.vegeta", "requests to a gateway, as a file of targets for vegeta"),
+    "whatif": (
+        "octavo_lab.whatif",
+        "how much sooner a request of a plan log would have begun without a tenant, or by another policy",
+    ),
     "fleet": (
         "octavo_lab.fleet.command",
         "one late-binding queue against routers that bind early, on public traces, simulated",

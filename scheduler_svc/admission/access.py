@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 from urllib.parse import unquote
@@ -11,8 +11,10 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from octavo.keys import Key, KeyFile, Role, Tenant
 from octavo.service.address import is_loopback
+from octavo.service.call_guard import Metadata, bearer_key
 from octavo.v1 import generation_pb2, operations_pb2
 
+from scheduler_svc.admission.tokens import Tokens
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.observe.metrics import SchedulerMetrics
 
@@ -21,11 +23,10 @@ OPERATIONS: Final = operations_pb2.DESCRIPTOR.services_by_name["Operations"].ful
 ANONYMOUS: Final = Tenant("anonymous")
 """Everybody's tenant where there is no key file."""
 
-# Probes and tools ask these before they have a key. What is not named here is for operators.
-_OPEN: Final = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
-_ANY_KEY: Final = frozenset({GENERATION})
-
-Metadata = Iterable[tuple[str, str | bytes]]
+# Probes have no key. What is not named here is for operators.
+_OPEN: Final = frozenset({health.SERVICE_NAME})
+_ANY_KEY: Final = frozenset({GENERATION, reflection.SERVICE_NAME})
+_FIGURES: Final = frozenset({f"/{OPERATIONS}/GetStatus", f"/{OPERATIONS}/WatchStatus"})
 
 
 class Access:
@@ -38,8 +39,10 @@ class Access:
         self._metrics = metrics
         self.key_file: KeyFile | None = None
         """The one in force; replaced as a whole."""
+        self.tokens: Tokens | None = None
+        """Takes tokens of others for keys of its tenants."""
 
-    def authenticate(self, key: str | None, role: Role | None = Role.USER) -> Tenant:
+    def authenticate(self, key: str | None, role: Role | None = Role.INFERENCE) -> Tenant:
         """Return the tenant in whose name a request with this key runs. Without a role any key will do.
 
         Raises:
@@ -53,7 +56,7 @@ class Access:
         """Return how many requests the tenant of a key may have at once; None is without limit."""
         if self.key_file is None or key is None:
             return None
-        found = self.key_file.find(key)
+        found = self._look_up(self.key_file, key)
         return found.tenant.quotas.requests_in_flight if found is not None else None
 
     def authorize(self, method: str, metadata: Metadata | None) -> str | None:
@@ -67,8 +70,23 @@ class Access:
         service = method.split("/")[1] if method.count("/") == 2 else ""
         if self.key_file is None or service in _OPEN:
             return None
-        role = None if service in _ANY_KEY else Role.OPERATOR
+        role = None if service in _ANY_KEY else Role.METRICS if method in _FIGURES else Role.OPERATOR
         return self._find(self.key_file, bearer_key(metadata), role).tenant.name
+
+    def may_see_metrics(self, key: str | None) -> bool:
+        """Return whether somebody with this key may see the metrics of the scheduler."""
+        if self.key_file is None:
+            return True
+        try:
+            self._find(self.key_file, key, Role.METRICS)
+        except ServiceError:
+            return False
+        return True
+
+    def id_of(self, key: str | None) -> str | None:
+        """Return what names a key in logs, None for none, or one that is not known."""
+        found = self._look_up(self.key_file, key) if self.key_file is not None and key is not None else None
+        return found.id if found is not None else None
 
     def check_peer(self, peer: str) -> None:
         """Refuse an operation to a caller on another machine where there are no keys to tell operators by.
@@ -98,26 +116,22 @@ class Access:
     def _find(self, key_file: KeyFile, key: str | None, role: Role | None) -> Key:
         if key is None:
             raise self._refuse("NO_API_KEY", "an API key is needed, as metadata `authorization: Bearer KEY`")
-        found = key_file.find(key)
+        found = self._look_up(key_file, key)
         if found is None:
             raise self._refuse("BAD_API_KEY", "the API key is not known here")
-        if role is not None and role not in found.roles:
+        # Who may change things may look at them.
+        enough = {role, Role.OPERATOR} if role is Role.METRICS else {role}
+        if role is not None and not enough & found.roles:
             problem = f"the key {found.id} does not have the role {role}"
             raise self._refuse("ROLE_REQUIRED", problem, {"key": found.id, "role": str(role)})
         return found
+
+    def _look_up(self, key_file: KeyFile, key: str) -> Key | None:
+        found = key_file.find(key)
+        return found if found or self.tokens is None else self.tokens.find(key, key_file.tenants)
 
     def _refuse(
         self, reason: str, message: str, metadata: Mapping[str, str] = MappingProxyType({})
     ) -> ServiceError:
         self._metrics.access_refusals.labels(reason).inc()
         return ServiceError(reason, message, metadata=metadata)
-
-
-def bearer_key(metadata: Metadata | None) -> str | None:
-    """Return the key in a call's metadata as it stands there, or None if there is none."""
-    values = [value for name, value in metadata or () if name == "authorization"]
-    if not values:
-        return None
-    scheme, _, key = str(values[0]).partition(" ")
-    # Of two keys one may be somebody else's, added on the way: neither is trusted.
-    return key.strip() if scheme.lower() == "bearer" and len(values) == 1 else ""

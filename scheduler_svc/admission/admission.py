@@ -12,7 +12,8 @@ import hmac
 import itertools
 import secrets
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -44,7 +45,7 @@ from scheduler_svc.requests.messages import (
 )
 from scheduler_svc.requests.outbox import ClientStream
 from scheduler_svc.requests.state import PreparedRequest, RequestState
-from scheduler_svc.requests.tenants import TenantState
+from scheduler_svc.requests.tenants import TenantState, TextLease
 from scheduler_svc.text.tokenization import (
     NO_EXTRA,
     EncodeChat,
@@ -100,29 +101,32 @@ class Admission:
     async def pause_before_refusal(self, tenant: Tenant) -> None:
         """Let a tenant that floods the service with calls over its quota wait for its refusals."""
         now = self._accounts.clock()
-        pause_s = self._tenants.state(tenant, now).pause_before_refusal_s(now)
-        if pause_s:
-            await asyncio.sleep(pause_s)
+        await asyncio.sleep(self._tenants.state(tenant, now).refusals.pause_s(now))
 
-    async def text_payer(self, api_key: str | None, size_bytes: int) -> Payer:
-        """Return who pays for tokenizing so much that is no prompt.
+    def no_memory(self) -> ServiceError | None:
+        """Return why nothing at all can be taken now, if so."""
+        return self._gate.no_memory()
+
+    @asynccontextmanager
+    async def text_payer(self, api_key: str | None, size_bytes: int) -> AsyncIterator[Payer]:
+        """Yield who pays for tokenizing so much that is no prompt.
 
         Raises:
             ServiceError: the key is no good, its tenant is over its quota, or there is no memory.
         """
         if (error := self._gate.no_memory()) is not None:
             raise error
-        quotas = self.caller(api_key)
+        quotas, clock = self.caller(api_key), self._accounts.clock
         try:
-            quotas.check_text(size_bytes, self._accounts.clock())
+            quotas.check_text(size_bytes, clock())
         except ServiceError:
             await self.pause_before_refusal(quotas.tenant)
             raise
-        return self._payer(quotas, "text of ")
-
-    def _payer(self, quotas: TenantState, kind: str = "") -> Payer:
-        clock = self._accounts.clock
-        return Payer(kind + quotas.tenant.name, lambda size_bytes: quotas.charge_text(size_bytes, clock()))
+        lease = TextLease(quotas, size_bytes, clock)
+        try:
+            yield Payer(f"text of {quotas.tenant.name}", lease.charge)
+        finally:
+            lease.end()
 
     def receive(self, message: pb.GenerateRequest, stream: ClientStream) -> IncomingRequest:
         """Return what can be known of a request at once: whose it is, and about how large."""
@@ -180,8 +184,12 @@ class Admission:
             quotas = self._tenants.state(tenant, account.arrival)
             account.lease = quotas.take(incoming.estimate, account.arrival)
             core_id = f"{call.request_id}#{next(self._numbers)}"
-            payer = self._payer(quotas)
-            prepared = await self._inputs.prepare(call, core_id, incoming, account.arrival, payer)
+            text = TextLease(quotas, incoming.estimate.text_bytes, self._accounts.clock)
+            try:
+                payer = Payer(tenant.name, text.charge)
+                prepared = await self._inputs.prepare(call, core_id, incoming, account.arrival, payer)
+            finally:
+                text.end()
             state = RequestState(prepared, stream.outbox, account)
             await state.resume()
         except ServiceError as error:
@@ -234,6 +242,8 @@ class InputProcessor:
         """
         target = self._models.find(call.model)
         model, terms, tenant = target.model, call.terms, incoming.tenant.name
+        if call.sampling.structured is not None and not model.constrains:
+            raise ServiceError("UNSUPPORTED", f"structured output: the workers of {model.id} have none")
         keys = KeySpec(self.root_key(target, tenant, terms.cache_salt), model.block_size)
         limits = self._gate.limits(call, model)
         trim = limits.trim if limits is not None else None
@@ -277,6 +287,7 @@ class InputProcessor:
             model.eos_token_ids,
             trimmed_tokens=encoded.trimmed_tokens,
             clamped_max_tokens=sampling.max_tokens if lowered else None,
+            in_reasoning=encoded.in_reasoning,
         )
 
     async def encode(self, job: EncodeJob, size_bytes: int, payer: Payer = NOBODY) -> Encoded:

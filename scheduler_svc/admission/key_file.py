@@ -10,6 +10,7 @@ from typing import Final, NoReturn
 
 import structlog
 from octavo.keys import KeyFile, KeyFileError
+from octavo.service.followed import warn_if_exposed
 
 from scheduler_svc.observe.metrics import SchedulerMetrics
 
@@ -42,6 +43,7 @@ class KeyFileWatch:
             KeyFileError: it cannot be used.
         """
         self._content = self._read()
+        warn_if_exposed(self._path)
         self._use(_parse(self._content))
 
     async def run(self) -> NoReturn:

@@ -22,4 +22,6 @@ def model_to_proto(model: ServedModel) -> pb.Model:
         adapters=sorted(model.adapters),
         generation_defaults=sampling_to_proto(defaults),
         aliases=model.aliases,
+        tool_format=model.tool_format,
+        reasoning_format=model.reasoning_format,
     )

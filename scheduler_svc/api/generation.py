@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from typing import Final
 
+from octavo.service.call_guard import bearer_key
 from octavo.service.status import Context, abort
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.admission.access import bearer_key
 from scheduler_svc.admission.admission import Admission
 from scheduler_svc.api.convert import model_to_proto
 from scheduler_svc.api.parsing import Malformed, accept
 from scheduler_svc.api.rpc import answering, rpc_deadline
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.errors import ServiceError
-from scheduler_svc.fleet.models import ModelRegistry
+from scheduler_svc.fleet.models import ModelRegistry, ServedModel
 from scheduler_svc.requests.outbox import ClientStream, GenerateOutbox
-from scheduler_svc.text.tokenization import Decode, EncodeChat, EncodeText
+from scheduler_svc.text.tokenization import Decode, EncodeChat, EncodeText, Tokenize
 from scheduler_svc.text.tokenizer_pool import TokenizerPool
 
 LEVEL_KEY: Final = "octavo-level"
@@ -62,6 +61,7 @@ class GenerationService:
         state = await self._admission.start(incoming, self._admission.open(stream))
         try:
             await self._write(outbox, context)
+            self._driver.delivered(state)
         except asyncio.CancelledError:
             if outbox.cut:
                 raise ServiceError(
@@ -87,31 +87,14 @@ class GenerationService:
                 return
 
     @answering
-    async def tokenize(
-        self, request: pb.TokenizeRequest | Malformed, context: Context
-    ) -> pb.TokenizeResponse:
-        """Return the tokens of a text or a conversation."""
+    async def tokenize(self, request: pb.TokenizeRequest | Malformed, context: Context) -> bytes:
+        """Return the tokens of a text or a conversation: a serialized TokenizeResponse."""
         request = accept(request)
         size_bytes = request.ByteSize()
-        payer = await self._admission.text_payer(bearer_key(context.invocation_metadata()), size_bytes)
-        model = self._models.find(request.model).model
-        longest = model.max_model_len
-        job: EncodeText | EncodeChat
-        match request.WhichOneof("input"):
-            case "text":
-                special = not request.HasField("add_special_tokens") or request.add_special_tokens
-                job = EncodeText(
-                    model.text_key, longest, request.text, special, want_pieces=request.return_pieces
-                )
-            case "chat":
-                packed = request.chat.SerializeToString()
-                job = EncodeChat(model.text_key, longest, packed, want_pieces=request.return_pieces)
-            case _:
-                raise ServiceError.invalid(("input", "one of text and chat must be set"))
-        encoded = await self._pool.encode(job, size_bytes, payer)
-        token_ids = array("I")
-        token_ids.frombytes(encoded.token_ids)
-        return pb.TokenizeResponse(token_ids=token_ids, pieces=encoded.pieces, max_model_len=longest)
+        key = bearer_key(context.invocation_metadata())
+        async with self._admission.text_payer(key, size_bytes) as payer:
+            model = self._models.find(request.model).model
+            return await self._pool.tokenize(_job_of(request, model), size_bytes, payer)
 
     @answering
     async def detokenize(
@@ -119,10 +102,11 @@ class GenerationService:
     ) -> pb.DetokenizeResponse:
         """Return the text of tokens."""
         request = accept(request)
-        model = self._models.find(request.model).model
         packed = pb.TokenIds(ids=request.token_ids).SerializeToString()
-        payer = await self._admission.text_payer(bearer_key(context.invocation_metadata()), len(packed))
-        text = await self._pool.decode(Decode(model.text_key, packed, request.keep_special_tokens), payer)
+        key = bearer_key(context.invocation_metadata())
+        async with self._admission.text_payer(key, len(packed)) as payer:
+            job = Decode(self._models.find(request.model).model.text_key, packed, request.keep_special_tokens)
+            text = await self._pool.decode(job, payer)
         return pb.DetokenizeResponse(text=text)
 
     @answering
@@ -132,3 +116,17 @@ class GenerationService:
         """Return the models that requests may name."""
         accept(request)
         return pb.ListModelsResponse(models=map(model_to_proto, self._models))
+
+
+def _job_of(request: pb.TokenizeRequest, model: ServedModel) -> Tokenize:
+    key, longest = model.text_key, model.max_model_len
+    job: EncodeText | EncodeChat
+    match request.WhichOneof("input"):
+        case "text":
+            special = not request.HasField("add_special_tokens") or request.add_special_tokens
+            job = EncodeText(key, longest, request.text, special)
+        case "chat":
+            job = EncodeChat(key, longest, request.chat.SerializeToString())
+        case None:
+            raise ServiceError.invalid(("input", "one of text and chat must be set"))
+    return Tokenize(key, job, request.return_pieces)

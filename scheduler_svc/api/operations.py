@@ -7,15 +7,18 @@ import math
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any, Final, TypeVar
+from urllib.parse import unquote
 
 import grpc
+import structlog
 from octavo.keys import Role
 from octavo.protocol.convert import keys_from_proto
+from octavo.service.call_guard import bearer_key
 from octavo.service.status import Context
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import operations_pb2, worker_pb2
 
-from scheduler_svc.admission.access import OPERATIONS, Access, bearer_key
+from scheduler_svc.admission.access import OPERATIONS, Access
 from scheduler_svc.admission.admission import InputProcessor
 from scheduler_svc.api.parsing import Malformed, accept
 from scheduler_svc.api.rpc import answering
@@ -30,25 +33,44 @@ from scheduler_svc.text.tokenization import EncodeChat, EncodeText, KeySpec, Tak
 
 _MIN_INTERVAL_MS: Final = 100
 _WATCH: Final = f"/{OPERATIONS}/WatchStatus"
+_TRACED: Final = ("worker_id", "grace_ms", "model", "name", "tenant")
+"""Fields of requests that the trace of an operation holds; none of them is a prompt."""
 _R = TypeVar("_R")
+_log = structlog.get_logger()
 
 
 def operating(
     method: Callable[[Any, Any, Context], Awaitable[_R]],
 ) -> Callable[[Any, Any, Context], Awaitable[_R]]:
-    """Make a method that does more than tell the status answer, and refuse whom it is not for."""
+    """Make a method that changes or checks something refuse whom it is not for, and leave a trace."""
 
     @answering
     @wraps(method)
-    async def wrapper(self: Any, request: object, context: Context) -> _R:
-        self._access.check_peer(context.peer())
-        return await method(self, request, context)
+    async def wrapper(self: Any, request: Any, context: Context) -> _R:
+        outcome = "FAILED"
+        try:
+            self._access.check_peer(context.peer())
+            answer = await method(self, request, context)
+            outcome = "OK"
+        except ServiceError as error:
+            outcome = error.reason
+            raise
+        finally:
+            _log.info(
+                "operator_action",
+                action=method.__name__,
+                key=self._access.id_of(bearer_key(context.invocation_metadata())),
+                peer=unquote(context.peer()),
+                outcome=outcome,
+                **{name: value for name in _TRACED if (value := getattr(request, name, None))},
+            )
+        return answer
 
     return wrapper
 
 
 class StatusService:
-    """GetStatus, WatchStatus, Drain, SetFaults and AuditWorkers."""
+    """GetStatus, WatchStatus, GetUsage, Drain, SetFaults and AuditWorkers."""
 
     def __init__(
         self,
@@ -99,6 +121,14 @@ class StatusService:
                 seen_until = status.history[-1].uptime_s
             await context.write(operations_pb2.WatchStatusResponse(status=status))
             await asyncio.sleep(interval_ms / 1000)
+
+    @answering
+    async def get_usage(
+        self, request: operations_pb2.GetUsageRequest | Malformed, _: Context
+    ) -> operations_pb2.GetUsageResponse:
+        """Return who has used the devices, minute by minute."""
+        request = accept(request)
+        return self._board.usage.since(request.since_s if request.HasField("since_s") else math.inf)
 
     @operating
     async def drain(

@@ -9,9 +9,11 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health
 from octavo.protocol.bounds import MAX_MESSAGE_BYTES
-from octavo.service.call_guard import CallGuard, CallRefused, Metadata
+from octavo.service.call_guard import CallGuard, CallRefused, Identify, Metadata
 from octavo.service.grpc_port import GrpcPort
 from octavo.service.places import Places
+from octavo.service.server_tls import ServerTls
+from octavo.service.status import Context
 from octavo.v1 import generation_pb2, operations_pb2
 
 from scheduler_svc.admission.access import GENERATION, OPERATIONS, Access
@@ -60,7 +62,9 @@ class Services:
 class SchedulerServer:
     """The port."""
 
-    def __init__(self, services: Services, max_streams: int, access: Access) -> None:
+    def __init__(
+        self, services: Services, max_streams: int, access: Access, tls: ServerTls | None = None
+    ) -> None:
         places = {
             GENERATION: Places(max_streams, share=3),
             OPERATIONS: Places(_OPERATOR_CALLS, share=3),
@@ -71,6 +75,7 @@ class SchedulerServer:
             (GENERATION, OPERATIONS),
             options=_OPTIONS,
             interceptors=(guard,),
+            tls=tls,
         )
         self._port.server.add_generic_rpc_handlers(
             (
@@ -102,10 +107,10 @@ class SchedulerServer:
         await self._port.stop(grace_s)
 
 
-def _identify_by(access: Access) -> Callable[[str, Metadata | None], str | None]:
+def _identify_by(access: Access) -> Identify:
     """Return how the guard of the port learns whose a call is: the tenant's, where there are keys."""
 
-    def identify(method: str, metadata: Metadata | None) -> str | None:
+    def identify(method: str, metadata: Metadata | None, _: Context) -> str | None:
         try:
             return access.authorize(method, metadata)
         except ServiceError as error:
@@ -123,7 +128,7 @@ def _generation_methods(services: Services) -> dict[str, grpc.RpcMethodHandler[A
         "Session": grpc.stream_stream_rpc_method_handler(
             services.sessions.session, None, pb.SessionEvent.SerializeToString
         ),
-        "Tokenize": _unary(generation.tokenize, pb.TokenizeRequest, pb.TokenizeResponse),
+        "Tokenize": grpc.unary_unary_rpc_method_handler(generation.tokenize, Parser(pb.TokenizeRequest)),
         "Detokenize": _unary(generation.detokenize, pb.DetokenizeRequest, pb.DetokenizeResponse),
         "ListModels": _unary(generation.list_models, pb.ListModelsRequest, pb.ListModelsResponse),
     }
@@ -133,6 +138,7 @@ def _operations_methods(services: Services) -> dict[str, grpc.RpcMethodHandler[A
     pb, status, pins = operations_pb2, services.status, services.pins
     return {
         "GetStatus": _unary(status.get_status, pb.GetStatusRequest, pb.GetStatusResponse),
+        "GetUsage": _unary(status.get_usage, pb.GetUsageRequest, pb.GetUsageResponse),
         "WatchStatus": grpc.unary_stream_rpc_method_handler(
             status.watch_status, Parser(pb.WatchStatusRequest), pb.WatchStatusResponse.SerializeToString
         ),

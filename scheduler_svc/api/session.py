@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NoReturn
 
+from octavo.service.call_guard import bearer_key
 from octavo.service.status import Context
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.admission.access import bearer_key
 from scheduler_svc.admission.admission import Admission
 from scheduler_svc.api.parsing import Malformed, SessionPart, parse_session
 from scheduler_svc.api.rpc import answering, rpc_deadline
@@ -22,10 +22,13 @@ from scheduler_svc.fleet.models import ModelRegistry
 from scheduler_svc.requests.accounts import RequestAccount
 from scheduler_svc.requests.outbox import ClientStream, SessionOutbox
 from scheduler_svc.requests.state import RequestState
-from scheduler_svc.requests.tenants import TenantState
+from scheduler_svc.requests.tenants import RefusalPace, TenantState
 
 _AT_ONCE: Final = 16
 """Requests of one message that are taken before others of the service have their turn."""
+_LOOK_S: Final = 1.0
+_IDLE_S: Final = 5.0
+"""Without a message or a request: such a session may be receiving what never ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +66,23 @@ class ClientSession:
         self._tenant: TenantState | None = None
         """Whose quotas bound its credits; None while it is not paced."""
         self._messages = 0
+        self._refusals = 0
+        """Of requests in the present message that are the session's own."""
+        self._pace = RefusalPace()
         self._reading = True
+        self._active_at = time.monotonic()
+        """When there was a message or the end of a request."""
+        self._writer: asyncio.Task[None] | None = None
+        self._evicted_for: ServiceError | None = None
 
     async def run(self, incoming: AsyncIterator[bytes], context: Context) -> None:
         """Serve the stream until the client has ended its side and everything it asked for is done.
 
         Raises:
-            ServiceError: the client does not read.
+            ServiceError: the client does not read, or the session was evicted.
         """
         reader = asyncio.create_task(self._read(incoming))
+        self._writer = asyncio.current_task()
         try:
             while self._reading or self._requests or self._outbox.pending:
                 await self._outbox.wait()
@@ -82,6 +93,8 @@ class ClientSession:
             if self._outbox.cut:
                 problem = f"more than {self._limits.max_backlog_bytes} bytes of output were not read"
                 raise ServiceError("SLOW_CONSUMER", problem) from None
+            if self._evicted_for is not None:
+                raise self._evicted_for from None
             raise
         finally:
             reader.cancel()
@@ -104,23 +117,39 @@ class ClientSession:
             self._tenant.credits += more
             self._outbox.grant(more)
 
+    def evict_if_idle(self, error: ServiceError) -> None:
+        """End the session with this error if nothing has been going on in it for a while."""
+        idle = not self._requests and not self._outbox.pending
+        if idle and time.monotonic() - self._active_at >= _IDLE_S and self._writer is not None:
+            self._evicted_for = error
+            self._writer.cancel()
+
     # The client's side ---------------------------------------------------------------------------
 
     async def _read(self, incoming: AsyncIterator[bytes]) -> None:
         try:
             async for data in incoming:
+                self._refusals = 0
                 for number, message in enumerate(await parse_session(data), 1):
                     self._handle(message)
                     if number % _AT_ONCE == 0:
                         await asyncio.sleep(0)
                 self._messages += 1
+                self._active_at = time.monotonic()
+                # Each costs the service more than the client, who reads on when it is its turn.
+                await asyncio.sleep(self._pace.pause_s(time.monotonic(), self._refusals))
         finally:
             self._reading = False
             self._outbox.wake()
 
+    def _count_refusal(self, message: pb.GenerateRequest) -> None:
+        """Count a refusal that is not for the load, unless it is of somebody whose requests others bring."""
+        self._refusals += not message.HasField("api_key")
+
     def _handle(self, message: SessionPart | Malformed) -> None:
         if isinstance(message, Malformed):
             self._settle_credit(spent=self._spend_credit())
+            self._refusals += 1
             self._admission.open(self._stream).end(message.error.reason)
             self._refuse(message.request_id, message.error)
             return
@@ -152,6 +181,8 @@ class ClientSession:
             no_room = self._admission.refuse_at_once(incoming)
             if no_room is not None:
                 self._settle_credit(spent=in_credit)
+                if no_room.reason == "QUOTA_EXCEEDED":
+                    self._count_refusal(message)
                 self._outbox.refuse(message.request_id, no_room.to_proto())
                 self.top_up()
                 return
@@ -161,6 +192,7 @@ class ClientSession:
             self._settle_credit(spent=in_credit)
             account.request_id = message.request_id
             account.end(error.reason)
+            self._count_refusal(message)
             self._refuse(message.request_id, error)
             return
         request_id = message.request_id
@@ -224,6 +256,7 @@ class ClientSession:
 
     def _done(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
+        self._active_at = time.monotonic()
         self.top_up()
         self._outbox.wake()
 
@@ -264,6 +297,18 @@ class SessionService:
             await session.run(incoming, context)
         finally:
             self._sessions.discard(session)
+
+    async def run(self) -> NoReturn:
+        """While memory is at its ceiling, end the sessions in which nothing goes on.
+
+        gRPC keeps what has come of a message until it is whole, and in an open session one may come at any
+        time: so many that never end would keep everybody out for good.
+        """
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if (error := self._admission.no_memory()) is not None:
+                for session in tuple(self._sessions):
+                    session.evict_if_idle(error)
 
     def top_up(self) -> None:
         """Grant paced sessions what the workers of the moment can take."""

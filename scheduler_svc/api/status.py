@@ -14,12 +14,14 @@ from octavo.v1 import operations_pb2
 
 from scheduler_svc.api.convert import model_to_proto
 from scheduler_svc.core.snapshot import CoreSnapshot, OverloadSnapshot, QueueSnapshot, WorkerSnapshot
+from scheduler_svc.core.usage import UsageSnapshot
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.fleet.models import ModelRegistry
 from scheduler_svc.fleet.pair import Pair
 from scheduler_svc.fleet.pins import PinRegistry
 from scheduler_svc.fleet.workers import Fleet
 from scheduler_svc.observe.recent import History
+from scheduler_svc.observe.usage import UsageHistory, UsageTotals, totals_of
 from scheduler_svc.planlog import PlanLogHealth
 from scheduler_svc.requests.accounts import Accounts
 from scheduler_svc.requests.tenants import TenantState
@@ -51,6 +53,7 @@ class StatusCollector:
         self._price_per_gpu_hour = price_per_gpu_hour
         self._started = sources.accounts.clock()
         self.history = History(self.status)
+        self.usage = UsageHistory(self.usage_totals, price_per_gpu_hour)
 
     def status(self) -> operations_pb2.Status:
         """Return the status of the moment."""
@@ -71,7 +74,7 @@ class StatusCollector:
             arrivals=accounts.arrivals,
             live_requests=accounts.live,
             rates=self._rates(sum(worker.devices for worker in workers)),
-            tenants=map(_tenant, accounts.tenants),
+            tenants=[_tenant(one, snapshot.usage) for one in accounts.tenants],
             key_file_problem=sources.key_file_problem(),
             rss_bytes=rss_bytes(),
             max_rss_bytes=sources.ceiling.max_rss_bytes,
@@ -82,7 +85,18 @@ class StatusCollector:
             rank=sources.pair.preference.rank(),
             endpoint=sources.pair.endpoint,
             standby=standby.endpoint if standby is not None else None,
+            idle_device_s=snapshot.usage.idle_s,
+            unassigned_device_s=snapshot.usage.unassigned_s,
         )
+
+    def usage_totals(self) -> UsageTotals:
+        """Return what everybody has used since start."""
+        usage = self._sources.driver.snapshot().usage
+        counts = {
+            one.tenant.name: (one.arrivals - one.over_quota, one.prompt_tokens, one.output_tokens)
+            for one in self._sources.accounts.tenants
+        }
+        return totals_of(counts, usage)
 
     def _pin_status(self, snapshot: CoreSnapshot) -> Iterable[operations_pb2.PinStatus]:
         attached = {worker.worker_id for worker in snapshot.workers}
@@ -178,7 +192,7 @@ def _queue(queue: QueueSnapshot) -> operations_pb2.QueueStatus:
     )
 
 
-def _tenant(state: TenantState) -> operations_pb2.TenantStatus:
+def _tenant(state: TenantState, usage: UsageSnapshot) -> operations_pb2.TenantStatus:
     tenant = state.tenant
     return operations_pb2.TenantStatus(
         tenant=tenant.name,
@@ -191,6 +205,7 @@ def _tenant(state: TenantState) -> operations_pb2.TenantStatus:
         prompt_tokens=state.prompt_tokens,
         output_tokens=state.output_tokens,
         tokenized_bytes=state.text_bytes,
+        device_s=usage.tenants.get(tenant.name, 0.0),
         quotas=operations_pb2.TenantQuotas(**asdict(tenant.quotas)),
     )
 

@@ -39,8 +39,9 @@ class AdmissionControl:
         self.controller = Controller(ladder) if ladder is not None else None
         self._misses = Misses()
         self._asked_at: dict[Priority, float] = {}
-        self._progress_at = 0.0
         self._looked_at = 0.0
+        self._looked_at_work = False
+        """Something was going on at the last look."""
 
     @property
     def level(self) -> Level:
@@ -101,10 +102,8 @@ class AdmissionControl:
         """A newcomer of a class has come, whatever becomes of it."""
         self._asked_at[priority] = now
 
-    def came_in(self, request: Request, now: float) -> None:
+    def came_in(self, request: Request) -> None:
         """A newcomer is about to be queued."""
-        if not self._outstanding():
-            self._progress_at = now
         if self.level is Level.OPEN and self.controller is not None and not request.spec.paced:
             self.controller.breaker.probes.add(request.request_id)
 
@@ -131,9 +130,10 @@ class AdmissionControl:
         self.controller.breaker.withdrawn(request.request_id)
         return None
 
-    def progressed(self, now: float) -> None:
-        """A worker has reported."""
-        self._progress_at = now
+    def fewer_workers(self) -> None:
+        """A worker has gone, or takes nothing new."""
+        if all(worker.draining for worker in self._pool.workers.values()):
+            self.forecast.drain.pause()
 
     # The level -----------------------------------------------------------------------------------
 
@@ -142,10 +142,9 @@ class AdmissionControl:
         if self.controller is None:
             return None
         next_at = self._looked_at + self.controller.config.interval_s
-        if self.level or self._pool.queue.num_servable:
-            return next_at
-        stalls_at = self._progress_at + self.controller.config.stall_s
-        return max(next_at, stalls_at) if self._outstanding() else None
+        # Once more when all is over, and until misses are forgotten: what is shown must not stay as it was.
+        stale = self._looked_at_work or self.pressure.misses > 0
+        return next_at if self.level or stale or self._outstanding() else None
 
     def observe(self, now: float) -> LogEvent | None:
         """Look at the inputs if it is time to, and move the level; return what is to be logged of that."""
@@ -153,8 +152,7 @@ class AdmissionControl:
         if controller is None or now < self._looked_at + controller.config.interval_s:
             return None
         self._looked_at = now
-        if not self._outstanding():
-            self._progress_at = now
+        self._looked_at_work = self._outstanding()
         return self._event(controller.observe(self._measure(now), now))
 
     # Inside --------------------------------------------------------------------------------------
@@ -289,12 +287,14 @@ class AdmissionControl:
         )
 
     def _stalled_s(self, now: float) -> float:
-        """Return for how long a report is overdue; 0 while it is not known when one is due."""
+        """Return for how long the report of every worker is overdue; 0 while it is not known when one is due.
+
+        Where no worker is there, none is due: whoever looks after workers brings one back, or ends the wait.
+        """
         busy = [worker for worker in self._pool.workers.values() if worker.pipeline.in_flight]
-        if any(self._pool.times_of(worker).num_observations < ENOUGH_STEPS for worker in busy):
+        if self._pool.idle or any(one.pace.step_times.num_observations < ENOUGH_STEPS for one in busy):
             return 0.0
-        due = min((worker.ends_at() for worker in busy), default=self._progress_at)
-        return max(0.0, now - max(due, self._progress_at))
+        return max(0.0, now - max((worker.ends_at() for worker in busy), default=now))
 
     def _wait_share(self, priority: Priority, timeout_s: float, now: float) -> float:
         # Nobody is turned away for the sake of a class that nobody asks for.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from octavo.protocol.steps import FinishReason, Report
 
@@ -27,6 +27,7 @@ from scheduler_svc.core.reports import ReportReader
 from scheduler_svc.core.request import Request, Sequence, SequenceStatus
 from scheduler_svc.core.snapshot import CoreSnapshot, take_snapshot
 from scheduler_svc.core.timers import TimerWheel
+from scheduler_svc.core.usage import UsageBooks
 from scheduler_svc.core.worker import WorkerState
 
 
@@ -40,7 +41,8 @@ class SchedulerCore:
         self._workers: dict[str, WorkerState] = {}
         self._weights = dict(config.tenant_weights)
         self._lifecycle = Lifecycle(config, self._models)
-        self._reader = ReportReader(config, self._lifecycle)
+        self._usage = UsageBooks()
+        self._reader = ReportReader(config, self._lifecycle, self._usage)
         self._wakeups: list[tuple[float, str]] = []
         self._watchdogs: TimerWheel[str] = TimerWheel()
         self._draining = False
@@ -91,6 +93,10 @@ class SchedulerCore:
             self._lifecycle.end_choice(request.sequences[choice], FinishReason.STOP, now, out)
             self._place_waiting(now, out)
         return out
+
+    def delivered(self, request_id: str, now: float) -> list[Effect]:
+        """The client has taken the end of a request late. Nothing follows from it: a plan log notes it."""
+        return []
 
     def drain(self, now: float) -> list[Effect]:
         """Refuse new requests from now on; what is here goes on."""
@@ -144,7 +150,9 @@ class SchedulerCore:
         worker = self._workers.get(worker_id)
         if worker is not None:
             out.append(LogEvent("worker_draining", {"worker_id": worker_id, "running": worker.num_seqs}))
-            self._models[worker.info.model].pool.stop_using(worker, now)
+            model = self._models[worker.info.model]
+            model.pool.stop_using(worker, now)
+            model.admission.fewer_workers()
             self._place_waiting(now, out)
         return out
 
@@ -161,7 +169,6 @@ class SchedulerCore:
         except ProtocolViolationError as violation:
             self._detach(worker, str(violation), now, out, died=False)
         else:
-            model.admission.progressed(now)
             model.pool.update_load(worker)
             self._watch(worker, now)
             self._plan_ahead(worker, now, out)
@@ -202,7 +209,8 @@ class SchedulerCore:
 
     def snapshot(self, now: float) -> CoreSnapshot:
         """Return the figures of the moment."""
-        return take_snapshot(self._lifecycle, self._models, now)
+        usage = self._usage.snapshot(list(self._workers.values()), now)
+        return take_snapshot(self._lifecycle, self._models, usage, now)
 
     @property
     def num_seats(self) -> int:
@@ -240,6 +248,16 @@ class SchedulerCore:
         for model in self._models.values():
             model.planner.explain = explain
 
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """The live requests, to be looked at and not changed."""
+        return self._lifecycle.requests
+
+    @property
+    def workers(self) -> Mapping[str, WorkerState]:
+        """The attached workers, to be looked at and not changed."""
+        return self._workers
+
     def find(self, request_id: str) -> Request | None:
         """Return a live request, to be looked at and not changed."""
         return self._lifecycle.requests.get(request_id)
@@ -254,6 +272,11 @@ class SchedulerCore:
             if sequence.request is request:
                 return position, len(queue)
         return None
+
+    def ahead_of(self, sequence: Sequence, now: float) -> Iterator[Sequence]:
+        """Yield those that stand before one that waits."""
+        queue = self._models[sequence.request.spec.model].pool.queue
+        return itertools.takewhile(lambda other: other is not sequence, queue.order(now))
 
     # Inside --------------------------------------------------------------------------------------
 
@@ -324,8 +347,9 @@ class SchedulerCore:
                 self._wake(worker, due)
                 break
             builder = bisection.plan_trial(worker) or model.planner.plan(worker, now)
-            started = len(builder.admitted) if builder is not None else 0
-            model.admission.forecast.drain.planned(started, pool.queue.num_servable, now)
+            if not worker.draining:
+                started = len(builder.admitted) if builder is not None else 0
+                model.admission.forecast.drain.planned(started, pool.queue.num_servable, now)
             if worker.deferred:
                 pool.end_deferrals(worker, now, all_of_them=builder is None)
             if builder is None:
@@ -382,10 +406,13 @@ class SchedulerCore:
 
         Returns those that are suspected of its death.
         """
-        pool = self._models[worker.info.model].pool
+        model = self._models[worker.info.model]
+        pool = model.pool
         blamed = blame(worker, pool.losses, len(pool.workers), now) if died else []
         del self._workers[worker.worker_id]
+        self._usage.left(worker, now)
         pool.remove(worker, now)
+        model.admission.fewer_workers()
         self._watchdogs.disarm(worker.worker_id)
         sequences = list(worker.sequences.values())
         fields = {"worker_id": worker.worker_id, "reason": reason, "running": len(sequences)}

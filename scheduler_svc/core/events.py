@@ -111,3 +111,5 @@ class WorkerInfo:
     """LoRA adapters that it can apply."""
     draining: bool = False
     """It takes nothing new."""
+    devices: int = 1
+    """GPUs that it computes on together; 1 where it has none."""

@@ -50,6 +50,10 @@ class DrainRate:
             self._starts = self._starts * keep + started
         self._since = now if left else None
 
+    def pause(self) -> None:
+        """Nobody is there to take what waits: until the next plan, time says nothing of the rate."""
+        self._since = None
+
     def per_s(self, prior_per_s: float | None, now: float) -> float | None:
         """Return the rate; before much was seen, mostly the prior. None when neither is known."""
         pending = now - self._since if self._since is not None else 0.0

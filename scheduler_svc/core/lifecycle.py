@@ -57,7 +57,7 @@ class Lifecycle:
             # No wait at all means: in the next plan or never.
             request.queue_deadline = max(spec.queue_deadline, pool.looks_until(now) + RESOLUTION_S)
         request.prediction = prediction
-        model.admission.came_in(request, now)
+        model.admission.came_in(request)
         self.arrivals += 1
         self.requests[spec.request_id] = request
         for sequence in request.sequences:

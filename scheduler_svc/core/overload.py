@@ -48,7 +48,7 @@ class OverloadConfig:
     misses: Thresholds = (0.1, 0.25, 0.5, 0.8)
     """Share of the accepted requests that missed a deadline before their first token."""
     stall_s: float = 10.0
-    """The breaker opens when a report is overdue, and none has come, for this long."""
+    """The breaker opens when every worker is busy, and its report overdue, for this long."""
     exit_ratio: float = 0.7
     """A level is left when every input is below this share of the threshold that it was entered at."""
     interval_s: float = 0.1
@@ -91,7 +91,7 @@ class Pressure:
     blocks: float = 0.0
     misses: float = 0.0
     stalled_s: float = 0.0
-    """For how long a report is overdue and none has come."""
+    """For how long the reports of all workers are overdue."""
 
     def toward(self, level: Level) -> dict[str, float]:
         """Return the inputs that lead to a level: those of the classes that it goes on serving."""

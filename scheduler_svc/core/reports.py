@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from octavo.protocol.steps import (
+    GRAMMAR_ERROR,
     FinishReason,
     RefuseReason,
     Report,
@@ -31,9 +32,12 @@ from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.pipeline import InFlight
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.request import Sequence, SequenceStatus
+from scheduler_svc.core.usage import UsageBooks
 from scheduler_svc.core.worker import WorkerState
 
 _FINISHED = SequenceStatus.FINISHED
+_OTHERS_AT_WORK = {StallReason.PROMOTING, StallReason.COMPILING}
+"""What a worker waits for while it has nothing to compute."""
 _new = tuple.__new__
 _SLOW_DOWN = 0.95
 _SPEED_UP = 1.01
@@ -42,9 +46,10 @@ _SPEED_UP = 1.01
 class ReportReader:
     """Applies reports. What a worker says of handles that are gone is normal and changes nothing."""
 
-    def __init__(self, config: CoreConfig, lifecycle: Lifecycle) -> None:
+    def __init__(self, config: CoreConfig, lifecycle: Lifecycle, usage: UsageBooks) -> None:
         self._config = config
         self._lifecycle = lifecycle
+        self._usage = usage
         self._charging = POLICIES[config.policy].charges_tenants
         self._holds_finished = config.static is not None and config.static.hold_finished
 
@@ -57,6 +62,7 @@ class ReportReader:
             ProtocolViolationError: it is not the one that is due, or the books differ.
         """
         flight = worker.settle(report.step)
+        self._usage.charge(worker, report, now)
         if report.status is not StepStatus.OK:
             self._undo(worker, flight, report.status)
         if report.admitted or report.prefilled:
@@ -260,6 +266,8 @@ class ReportReader:
                 cause = messages.get(entry.handle)
                 detail = f"{cause.kind}: {cause.message}" if cause is not None else "the step failed"
                 error = CoreError(Reason.STEP_FAILED, detail)
+                if cause is not None and cause.kind == GRAMMAR_ERROR:
+                    error = CoreError(Reason.INVALID_GRAMMAR, f"sampling.structured: {cause.message}")
             self._lifecycle.end_choice(
                 sequence, entry.reason, now, out, stop_token_id=entry.stop_token_id, error=error
             )
@@ -285,7 +293,7 @@ class ReportReader:
             if sequence is not None:
                 worker.decode_stalled(sequence)
         computed = report.token_handles or report.prefilled
-        if not computed and any(reason is StallReason.PROMOTING for _, reason in report.stalled):
+        if not computed and any(reason in _OTHERS_AT_WORK for _, reason in report.stalled):
             worker.backoff.rest(now)
 
     def _undo(self, worker: WorkerState, flight: InFlight, status: StepStatus) -> None:

@@ -12,6 +12,7 @@ from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.model import ModelScheduler
 from scheduler_svc.core.overload import Caps, Level, Pressure
 from scheduler_svc.core.request import Prediction
+from scheduler_svc.core.usage import UsageSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,14 @@ class CoreSnapshot:
     arrivals: int
     live_requests: int
     outcomes: dict[str, int]
+    usage: UsageSnapshot
     overload: tuple[OverloadSnapshot, ...] = ()
     """One per model; empty when the ladder is off."""
 
 
-def take_snapshot(lifecycle: Lifecycle, models: dict[str, ModelScheduler], now: float) -> CoreSnapshot:
+def take_snapshot(
+    lifecycle: Lifecycle, models: dict[str, ModelScheduler], usage: UsageSnapshot, now: float
+) -> CoreSnapshot:
     """Collect the figures of the moment."""
     queues = []
     workers = []
@@ -97,6 +101,7 @@ def take_snapshot(lifecycle: Lifecycle, models: dict[str, ModelScheduler], now: 
         lifecycle.arrivals,
         len(lifecycle.requests),
         dict(lifecycle.outcomes),
+        usage,
         tuple(
             _overload(name, model.admission, now)
             for name, model in models.items()

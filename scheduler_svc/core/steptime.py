@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 FORGETTING = 0.995
 ENOUGH_STEPS = 8
 """Steps before which the step times of a worker say little."""
 _MAX_GAIN = 1e4
+_LEAST_STEP_S = 1e-9
 
 
 class StepTimePredictor(Protocol):
@@ -31,6 +32,17 @@ class StepTimePredictor(Protocol):
 def chunk_pairs(tokens: int, start: int) -> float:
     """Return the pairs of query and key of a chunk of a prompt, of which `start` tokens are computed."""
     return tokens * (start + 0.5 * tokens)
+
+
+class Prices(NamedTuple):
+    """What the parts of a step cost, in seconds; none is negative."""
+
+    step_s: float
+    """Whatever is in it; never nothing, so that who shares it always has a share."""
+    decode_s: float
+    prefill_token_s: float
+    context_token_s: float
+    pair_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,17 @@ class StepTimeModel:
         w = self._weights
         seconds = w[0] + w[1] * decodes + w[2] * prefill_tokens + w[3] * context_tokens * 1e-3
         return max(1e-4, seconds + w[4] * prefill_pairs * 1e-6)
+
+    def prices(self) -> Prices:
+        """Return what each part of a step costs."""
+        step, decode, prefill, context, pairs = self._weights
+        return Prices(
+            max(_LEAST_STEP_S, step),
+            max(0.0, decode),
+            max(0.0, prefill),
+            context * 1e-3 if context > 0.0 else 0.0,
+            pairs * 1e-6 if pairs > 0.0 else 0.0,
+        )
 
     def observe(
         self,

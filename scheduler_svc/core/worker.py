@@ -97,6 +97,15 @@ class LiveDigest:
 
 
 @dataclass(slots=True, eq=False)
+class TenantLoad:
+    """What a tenant has in each step of a worker."""
+
+    decodes: int = 0
+    context_tokens: int = 0
+    """Tokens that these read."""
+
+
+@dataclass(slots=True, eq=False)
 class WorkerState:
     """One attached worker.
 
@@ -129,6 +138,8 @@ class WorkerState:
     """Waiting sequences that others left for its next plan, with the tokens it would have to compute."""
     context_tokens: int = 0
     """Tokens that the decodes of one step read."""
+    loads: dict[str, TenantLoad] = field(default_factory=dict)
+    """The same by tenant, of those that have any."""
 
     @classmethod
     def from_info(cls, info: WorkerInfo, config: CoreConfig, now: float) -> WorkerState:
@@ -245,6 +256,9 @@ class WorkerState:
         self.decoding[handle] = sequence
         self.blocks.start_growth(sequence, step)
         self.context_tokens += sequence.num_tokens
+        load = self.loads.setdefault(sequence.request.tenant, TenantLoad())
+        load.decodes += 1
+        load.context_tokens += sequence.num_tokens
 
     def decode_stalled(self, sequence: Sequence) -> None:
         """A decode got no block: it takes one in a later step, perhaps in one that is planned already."""
@@ -258,9 +272,18 @@ class WorkerState:
         decoded = self.decoding.pop(handle, None) is not None
         if decoded:
             self.context_tokens -= sequence.num_tokens
+            self._unload(sequence)
         if self.prefilling.pop(handle, None) is not None or decoded:
             self.running[sequence.request.priority] -= 1
         self.blocks.stop_growth(sequence)
+
+    def _unload(self, sequence: Sequence) -> None:
+        tenant = sequence.request.tenant
+        load = self.loads[tenant]
+        load.decodes -= 1
+        load.context_tokens -= sequence.num_tokens
+        if not load.decodes:
+            del self.loads[tenant]
 
     def cancel(self, sequence: Sequence) -> None:
         """The worker is told to drop a sequence: the report of the next plan must have let go of it."""

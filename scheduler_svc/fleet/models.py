@@ -15,11 +15,14 @@ from octavo.v1 import worker_pb2
 from tokenizers import Tokenizer
 
 from scheduler_svc.errors import ServiceError
+from scheduler_svc.text.chat import output_formats
 from scheduler_svc.text.detokenizer import Detokenizer, WindowDetokenizer
 from scheduler_svc.text.tokenization import TextSpec, special_tokens
 from scheduler_svc.text.tokenizer_pool import TokenizerPool
 
 TOKENIZER_FILE: Final = "tokenizer.json"
+_SOON_S: Final = 0.5
+"""When to ask again while workers that were never here may yet come."""
 
 
 class IncompatibleWorker(Exception):
@@ -42,6 +45,9 @@ class ServedModel:
     defaults: SamplingParams
     """Complete but for seed, max_tokens and logprobs."""
     detokenizer: Detokenizer
+    tool_format: str = ""
+    """How its output has calls of tools, and thoughts; empty where that is not known."""
+    reasoning_format: str = ""
     aliases: tuple[str, ...] = ()
     """Further names that requests may use."""
     context: dict[str, int] = field(default_factory=dict)
@@ -52,6 +58,8 @@ class ServedModel:
     """Workers that are attached."""
     adapters_of: dict[str, frozenset[str]] = field(default_factory=dict)
     """LoRA adapters by worker; like `context`, also of those that are away."""
+    constrains: bool = False
+    """Whether its workers can hold output to a constraint; what the last one said."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,7 +124,9 @@ class ModelRegistry:
             ServiceError: there is none, or the request has to choose.
         """
         if not self._models:
-            raise ServiceError("NO_WORKER", "no worker has connected yet", retry_after_s=1.0)
+            # While some may yet come it is worth to ask again; later nobody knows of any.
+            retry_after_s = None if self.fleet_is_tried() else _SOON_S
+            raise ServiceError("NO_WORKER", "no worker has connected yet", retry_after_s=retry_after_s)
         if name:
             named = self._models.get(name) or next((model for model in self if name in model.aliases), None)
             if named is not None:
@@ -127,7 +137,7 @@ class ModelRegistry:
                 return ModelTarget(max(owners, key=lambda owner: owner.claims_adapter(name)), name)
             if not self.fleet_is_tried():
                 raise ServiceError(
-                    "NO_WORKER", f"no worker with model {name!r} has connected yet", retry_after_s=1.0
+                    "NO_WORKER", f"no worker with model {name!r} has connected yet", retry_after_s=_SOON_S
                 )
         known = ", ".join(sorted(name for model in self for name in (*model.names, *model.adapters)))
         if name:
@@ -171,6 +181,7 @@ class ModelRegistry:
             self._take_names(known)
             known.context[description.worker_id] = description.max_model_len
             known.adapters_of[description.worker_id] = frozenset(description.adapters)
+            known.constrains = description.structured_output
             known.claims.add(description.worker_id)
             return known
 
@@ -227,6 +238,7 @@ class ModelRegistry:
             raise IncompatibleWorker(error.message) from None
         if detokenizer is None:
             detokenizer = await asyncio.to_thread(_window_detokenizer, spec.tokenizer_json)
+        tool_format, reasoning_format = output_formats(template) if template is not None else ("", "")
         return ServedModel(
             id=description.model_id,
             revision=description.revision,
@@ -238,6 +250,8 @@ class ModelRegistry:
             eos_token_ids=frozenset(description.eos_token_ids),
             defaults=_defaults(description),
             detokenizer=detokenizer,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
             aliases=tuple(description.aliases),
         )
 

@@ -24,16 +24,17 @@ from octavo.protocol.convert import (
     report_from_proto,
 )
 from octavo.protocol.later import unknown_fields
-from octavo.protocol.proxy import proxy_of, proxy_options
+from octavo.protocol.proxy import proxy_of
 from octavo.protocol.steps import KEY_BYTES, PROTOCOL_VERSION, Admit, Plan
-from octavo.protocol.transport import CLIENT_OPTIONS
 from octavo.service.status import error_in
+from octavo.service.tls import TlsFiles
 from octavo.v1 import common_pb2, operations_pb2, worker_pb2, worker_pb2_grpc
 
 from scheduler_svc.core.events import WorkerInfo
 from scheduler_svc.driver import CoreDriver
 from scheduler_svc.fleet.models import IncompatibleWorker, ModelRegistry, ServedModel
 from scheduler_svc.fleet.pair import Pair, Peer
+from scheduler_svc.fleet.way import Way, Ways
 
 _log = structlog.get_logger()
 
@@ -43,22 +44,16 @@ _AUDIT_TIMEOUT_S: Final = 30.0
 _WELCOME_TIMEOUT_S: Final = 60.0
 _FIRST_DELAY_S: Final = 0.1
 _MAX_DELAY_S: Final = 0.5
-# A worker that is back should not wait to be found.
-_MAX_RECONNECT_MS: Final = 250
 _MAX_OUTGOING: Final = 1024
 _ASK_AGAIN_S: Final = 0.25
 """A worker that another scheduler has is asked this often; a takeover may wait for so long."""
 _LEAVE_S: Final = 1.0
+_LOOK_S: Final = 1.0
+"""How often an attempt to connect looks whether the files of TLS have changed."""
 # Converting this many tokens takes a few hundred microseconds.
 _SLICE_TOKENS: Final = 8192
 _TOKENS_PER_BIAS: Final = 8
 """Tokens that take as long to convert as one bias does."""
-CHANNEL_OPTIONS: Final = (
-    *(option for option in CLIENT_OPTIONS if option[0] != "grpc.max_reconnect_backoff_ms"),
-    ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_MS),
-    # Links to one address must not share a broken connection.
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 
 _Outgoing = worker_pb2.SchedulerMessage | Plan
@@ -111,6 +106,7 @@ class LinkContext:
     driver: CoreDriver
     models: ModelRegistry
     pair: Pair
+    ways: Ways
     on_change: Callable[[], None]
     """Called when a worker has become ready, or is no more."""
     on_ready: Callable[[WorkerLink], None]
@@ -125,10 +121,11 @@ class LinkContext:
 class WorkerLink:
     """Attaches to a worker for as long as it runs."""
 
-    def __init__(self, address: str, context: LinkContext) -> None:
-        self.status = LinkStatus(address)
+    def __init__(self, way: Way, context: LinkContext) -> None:
+        self.status = LinkStatus(way.address)
+        self._way = way
         self._context = context
-        self._log = _log.bind(address=address)
+        self._log = _log.bind(address=way.address)
         self._session: asyncio.Task[None] | None = None
         self._outgoing: asyncio.Queue[_Outgoing] = asyncio.Queue(_MAX_OUTGOING)
         self._detach_reason: str | None = None
@@ -156,27 +153,39 @@ class WorkerLink:
     async def run(self) -> None:
         """Attach, and attach again whenever the stream has ended, until cancelled."""
         delay_s = _FIRST_DELAY_S
-        address = self.status.address
-        if (proxy := proxy_of(address)) is not None:
+        if (proxy := proxy_of(self.status.address)) is not None:
             self._log.info("worker_through_proxy", proxy=proxy)
-        options = (*CHANNEL_OPTIONS, *proxy_options(address))
-        async with grpc.aio.insecure_channel(address, options=options) as channel:
-            self._stub = cast("worker_pb2_grpc.WorkerAsyncStub", worker_pb2_grpc.WorkerStub(channel))
-            while True:
-                began = time.monotonic()
-                self._session = asyncio.create_task(self._attach(self._stub))
-                try:
-                    await asyncio.wait([self._session])
-                finally:
-                    # When this task is cancelled, the session ends with it.
-                    await _cancel(self._session)
-                if self._leaving:
-                    return
-                # An attempt that took long has waited enough: a worker that loads its model answers late.
-                soon = self.attached or time.monotonic() - began > _MAX_DELAY_S
-                self._conclude(self._session)
-                delay_s = _FIRST_DELAY_S if soon else min(_MAX_DELAY_S, delay_s * 2)
-                await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 - spreads attempts
+        while not self._leaving:
+            files = self._way.files()
+            async with self._way.open(files) as channel:
+                self._stub = cast("worker_pb2_grpc.WorkerAsyncStub", worker_pb2_grpc.WorkerStub(channel))
+                # A channel checks and presents for life what it was made with.
+                while not self._leaving and self._way.files() == files:
+                    delay_s = await self._attempt(self._stub, files, delay_s)
+
+    async def _attempt(
+        self, stub: worker_pb2_grpc.WorkerAsyncStub, files: TlsFiles | None, delay_s: float
+    ) -> float:
+        """Attach once, and wait before the next time; return how long that was."""
+        began = time.monotonic()
+        self._session = asyncio.create_task(self._attach(stub))
+        try:
+            # What waits for a connection that is refused would wait on though the files are others now.
+            look_s = _LOOK_S if files is not None else None
+            while not (await asyncio.wait([self._session], timeout=look_s))[0]:
+                if not self.attached and self._way.files() != files:
+                    self.detach("the files of TLS have changed")
+        finally:
+            # When this task is cancelled, the session ends with it.
+            await _cancel(self._session)
+        if self._leaving:
+            return delay_s
+        # An attempt that took long has waited enough: a worker that loads its model answers late.
+        soon = self.attached or time.monotonic() - began > _MAX_DELAY_S
+        self._conclude(self._session)
+        delay_s = _FIRST_DELAY_S if soon else min(_MAX_DELAY_S, delay_s * 2)
+        await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 - spreads attempts
+        return delay_s
 
     # From the driver -----------------------------------------------------------------------------
 
@@ -219,14 +228,16 @@ class WorkerLink:
     async def inject_faults(self, request: worker_pb2.InjectFaultsRequest) -> None:
         """Replace the worker's faults; raises grpc.aio.AioRpcError when it does not take them."""
         assert self._stub is not None
-        await self._stub.InjectFaults(request, timeout=_DESCRIBE_TIMEOUT_S)
+        await self._stub.InjectFaults(request, timeout=_DESCRIBE_TIMEOUT_S, metadata=self._way.metadata())
 
     async def audit(self) -> operations_pb2.WorkerAudit:
         """Have the worker verify its books and return what it says, or why it says nothing."""
         assert self._stub is not None
         answer = operations_pb2.WorkerAudit(worker_id=self.worker_id)
         try:
-            found = await self._stub.Audit(worker_pb2.AuditRequest(), timeout=_AUDIT_TIMEOUT_S)
+            found = await self._stub.Audit(
+                worker_pb2.AuditRequest(), timeout=_AUDIT_TIMEOUT_S, metadata=self._way.metadata()
+            )
         except grpc.aio.AioRpcError as error:
             answer.problem = _say(error)
             return answer
@@ -248,7 +259,10 @@ class WorkerLink:
         """One attempt, from the description to the end of the stream."""
         context, status = self._context, self.status
         description = await stub.Describe(
-            worker_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S, wait_for_ready=True
+            worker_pb2.DescribeRequest(),
+            timeout=_DESCRIBE_TIMEOUT_S,
+            wait_for_ready=True,
+            metadata=self._way.metadata(),
         )
         if description.protocol_version != PROTOCOL_VERSION:
             raise _Unusable(f"it speaks protocol {description.protocol_version}, we speak {PROTOCOL_VERSION}")
@@ -317,7 +331,7 @@ class WorkerLink:
         self._outgoing = asyncio.Queue(_MAX_OUTGOING)
         self._rank = context.pair.preference.rank()
         self.status.asked_at = context.driver.clock()
-        call: _Call = stub.Attach()  # type: ignore[call-arg]  # written to by hand
+        call: _Call = stub.Attach(metadata=self._way.metadata())  # type: ignore[call-arg]  # written to by hand
         sender: asyncio.Task[None] | None = None
         try:
             hello = worker_pb2.Hello(
@@ -382,6 +396,7 @@ class WorkerLink:
             host_keys=tuple(host_keys),
             adapters=tuple(description.adapters),
             draining=self._context.drained.get(welcome.worker_id) == welcome.incarnation,
+            devices=self.status.devices,
         )
 
     async def _read_reports(self, call: _Call, worker_id: str) -> None:
@@ -427,6 +442,13 @@ class WorkerLink:
         self._become("lost" if self.status.worker_id else "connecting")
         if problem != self.last_problem:
             self._log.warning("worker_link_ended", worker_id=self.status.worker_id, problem=problem)
+            if _is_of_a_twin(session):
+                self._log.error(
+                    "scheduler_id_not_unique",
+                    scheduler_id=self._context.scheduler_id,
+                    meaning="another scheduler of this name takes the worker away; each needs its own",
+                    remedy="give every scheduler another --scheduler-id, or none",
+                )
         self.last_problem = problem
 
     def _become(self, state: str) -> None:
@@ -461,6 +483,13 @@ def _cost(admit: Admit) -> int:
     """Return about how long an admission takes to convert, in tokens."""
     sampling = admit.sampling
     return len(admit.token_ids) + _TOKENS_PER_BIAS * (len(sampling.logit_bias) + len(sampling.stop_token_ids))
+
+
+def _is_of_a_twin(session: asyncio.Task[None]) -> bool:
+    """Return whether a session ended because somebody else attached in the name of this scheduler."""
+    error = None if session.cancelled() else session.exception()
+    told = error_in(error) if isinstance(error, grpc.aio.AioRpcError) else None
+    return told is not None and told.reason in ("SUPERSEDED", "STALE_EPOCH")
 
 
 def _say(error: BaseException | None) -> str:

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 import structlog
+from octavo.service.address import split_scheme
 
 from scheduler_svc.fleet.pair import Peer
+from scheduler_svc.fleet.way import Way
 from scheduler_svc.fleet.worker_link import LinkContext, WorkerLink
 
 _log = structlog.get_logger()
@@ -36,12 +38,13 @@ class Fleet:
     def start(self) -> None:
         """Begin to attach."""
         for target in self._targets:
-            if target.startswith(DNS_PREFIX):
-                name = target.removeprefix(DNS_PREFIX)
+            _, place = split_scheme(target)
+            if place.startswith(DNS_PREFIX):
+                name = place.removeprefix(DNS_PREFIX)
                 self._unresolved.add(name)
-                self._resolvers.append(asyncio.create_task(self._follow(name)))
+                self._resolvers.append(asyncio.create_task(self._follow(target, name)))
             else:
-                self._add(target)
+                self._add(self._context.ways.to(target))
 
     async def close(self) -> None:
         """Detach from all."""
@@ -76,9 +79,9 @@ class Fleet:
         """Whether an attempt to attach to each worker has succeeded or failed."""
         return not self._unresolved and all(link.tried for link in self)
 
-    def _add(self, address: str) -> None:
-        link = WorkerLink(address, self._context)
-        self._links[address] = (link, asyncio.create_task(link.run()))
+    def _add(self, way: Way) -> None:
+        link = WorkerLink(way, self._context)
+        self._links[way.address] = (link, asyncio.create_task(link.run()))
 
     async def _remove(self, address: str) -> None:
         _, task = self._links.pop(address)
@@ -86,14 +89,14 @@ class Fleet:
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
-    async def _follow(self, name: str) -> None:
+    async def _follow(self, target: str, name: str) -> None:
         """Have a link to each address of a name, as it changes."""
         mine: set[str] = set()
         while True:
             found = await _resolve(name)
             if found is not None:
                 for address in sorted(found - mine):
-                    self._add(address)
+                    self._add(self._context.ways.to(target, address))
                 # An address that is gone from DNS but attached still works, or will end by itself.
                 gone = {address for address in mine - found if not self._links[address][0].attached}
                 for address in gone:

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from octavo.protocol.steps import Priority
-from octavo.service.address import check_address
 from octavo.service.log_metrics import LogCollector
 from octavo.service.memory import rss_bytes
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from scheduler_svc.core.snapshot import CoreSnapshot, OverloadSnapshot, WorkerSnapshot
+from scheduler_svc.core.usage import UsageSnapshot
 from scheduler_svc.planlog.recording import PlanLogHealth
 
 _SCRAPE_TIMEOUT_S: Final = 5.0
@@ -106,6 +106,7 @@ class SchedulerMetrics:
             "octavo_inter_token_seconds", "Time between output tokens of a choice.", _TOKEN_BUCKETS
         )
         registry.register(self.inter_token)
+        ProcessCollector(registry=registry)
         registry.register(LogCollector())
         self.prompt_tokens = Counter(
             "octavo_prompt_tokens", "Prompt tokens of accepted requests.", registry=registry
@@ -240,34 +241,14 @@ class SchedulerMetrics:
         self.registry.register(_CoreCollector(snapshot))
 
 
-def serve_metrics(
-    metrics: SchedulerMetrics, snapshot: Callable[[], CoreSnapshot], host: str, port: int
-) -> tuple[int, Callable[[], None]]:
-    """Serve metrics over HTTP, from a thread of its own; return the port, and what ends it.
-
-    Args:
-        metrics: what is served.
-        snapshot: gives the core's figures; is called on this event loop.
-        host: name or address to listen on.
-        port: to listen on; 0 takes a free one.
-
-    Raises:
-        AddressTaken: the port cannot be had.
-    """
-    check_address(host, port)
+def watch_core(metrics: SchedulerMetrics, snapshot: Callable[[], CoreSnapshot]) -> None:
+    """Show the core's figures, which this event loop gives, to threads that collect metrics."""
     loop = asyncio.get_running_loop()
 
     async def on_loop() -> CoreSnapshot:
         return snapshot()
 
     metrics.watch(lambda: asyncio.run_coroutine_threadsafe(on_loop(), loop).result(_SCRAPE_TIMEOUT_S))
-    server, _ = start_http_server(port, host, metrics.registry)
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-
-    return server.server_port, close
 
 
 class PlanLogCollector(Collector):
@@ -291,6 +272,7 @@ class _CoreCollector(Collector):
 
     def __init__(self, snapshot: Callable[[], CoreSnapshot]) -> None:
         self._snapshot = snapshot
+        self._idle_s = 0.0
 
     def describe(self) -> Iterable[Metric]:
         """Say nothing: asking the core at registration would be too early."""
@@ -312,6 +294,24 @@ class _CoreCollector(Collector):
             ]
             yield _gauge(name, documentation, ["model", "priority"], samples)
         yield from _worker_metrics(snapshot.workers)
+        yield from _of_model_servers(snapshot)
+        yield from self._usage_metrics(snapshot.usage)
+
+    def _usage_metrics(self, usage: UsageSnapshot) -> Iterable[Metric]:
+        used = CounterMetricFamily(
+            "octavo_tenant_device_seconds",
+            "Time of steps that was computed for a tenant, times the devices of the worker.",
+            labels=["tenant"],
+        )
+        for tenant, seconds in usage.tenants.items():
+            used.add_metric([tenant], seconds)
+        yield used
+        # Should a worker's clock run a little fast against ours, it stands still for a moment.
+        self._idle_s = max(self._idle_s, usage.idle_s)
+        idle = "Time that workers had no step to run, times their devices."
+        yield CounterMetricFamily("octavo_idle_device_seconds", idle, self._idle_s)
+        nobody = "Time of steps that computed nothing for anybody, times the devices."
+        yield CounterMetricFamily("octavo_unassigned_device_seconds", nobody, usage.unassigned_s)
 
 
 def _worker_metrics(workers: Sequence[WorkerSnapshot]) -> Iterable[Metric]:
@@ -351,6 +351,26 @@ def _worker_metrics(workers: Sequence[WorkerSnapshot]) -> Iterable[Metric]:
         for worker in workers:
             family.add_metric([worker.worker_id], getattr(worker.pool, field))
         yield family
+
+
+def _of_model_servers(snapshot: CoreSnapshot) -> Iterable[Metric]:
+    """Yield what Kubernetes' inference gateway asks of a model server, by the names that vLLM gives it."""
+    models = sorted({queue.model for queue in snapshot.queues})
+    workers = {model: [one for one in snapshot.workers if one.model == model] for model in models}
+    waiting = [
+        ([model], float(sum(queue.waiting for queue in snapshot.queues if queue.model == model)))
+        for model in models
+    ]
+    running = [([model], float(sum(one.running for one in workers[model]))) for model in models]
+    used = [([model], _share_of_blocks(workers[model])) for model in models]
+    yield _gauge("vllm:num_requests_waiting", "Sequences that wait.", ["model_name"], waiting)
+    yield _gauge("vllm:num_requests_running", "Sequences on workers.", ["model_name"], running)
+    yield _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", ["model_name"], used)
+
+
+def _share_of_blocks(workers: Sequence[WorkerSnapshot]) -> float:
+    total = sum(one.geometry.num_blocks for one in workers)
+    return sum(one.pool.active for one in workers) / total if total else 0.0
 
 
 def _overload_metrics(overload: Sequence[OverloadSnapshot]) -> Iterable[Metric]:

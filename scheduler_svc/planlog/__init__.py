@@ -6,6 +6,7 @@ from scheduler_svc.planlog.reader import PlanLogReader
 from scheduler_svc.planlog.recording import PlanLogHealth, RecordingCore
 from scheduler_svc.planlog.replay import Mismatch, Observer, ReplayResult, replay
 from scheduler_svc.planlog.requests import replayed_requests
+from scheduler_svc.planlog.usage import usage_of
 from scheduler_svc.planlog.writer import PlanLogWriter
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "Waits",
     "replay",
     "replayed_requests",
+    "usage_of",
 ]

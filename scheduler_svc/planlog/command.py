@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from octavo.cli import output
 
 if TYPE_CHECKING:
+    from octavo.status import UsageReport
+
     from scheduler_svc.planlog import Line, Mismatch, ReplayResult, RequestStory, Waits
 
 EXIT_OK: Final = 0
@@ -55,6 +57,37 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(_summary(result, waits))
     return EXIT_DIFFERS if result.differs or result.damaged_bytes else EXIT_OK
+
+
+def usage(path: Path) -> UsageReport:
+    """Return who used the devices in the time of a plan log; for `octavo usage`.
+
+    Raises:
+        ValueError: it is no plan log, or another version's.
+        OSError: it cannot be read.
+    """
+    from scheduler_svc import planlog  # noqa: PLC0415 # an extra that may not be installed
+
+    try:
+        return planlog.usage_of(path)
+    except planlog.PlanLogError as error:
+        raise ValueError(str(error)) from error
+
+
+def explain(path: Path, request_id: str, *, as_json: bool) -> int:
+    """Say where the time of a request went; for `octavo explain`. Return the exit code."""
+    from scheduler_svc.planlog import PlanLogError, explain_command  # noqa: PLC0415 # an extra
+
+    try:
+        account, story = explain_command.account_of(path, request_id)
+    except (PlanLogError, OSError) as error:
+        output.fail(str(error))
+        return EXIT_USAGE
+    if as_json:
+        print(output.to_json(explain_command.as_record(account, story)))
+    else:
+        print(f"{explain_command.shown(account)}\n\n{_story(story)}")
+    return EXIT_OK
 
 
 def _as_record(result: ReplayResult, story: RequestStory | None, waits: Waits) -> dict[str, Any]:

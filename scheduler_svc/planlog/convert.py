@@ -113,6 +113,7 @@ def worker_to_proto(info: WorkerInfo) -> planlog_pb2.WorkerUpEvent:
         host_keys=keys_to_proto(info.host_keys),
         adapters=info.adapters,
         draining=info.draining,
+        devices=info.devices,
     )
 
 
@@ -131,6 +132,7 @@ def worker_from_proto(message: planlog_pb2.WorkerUpEvent) -> WorkerInfo:
         host_keys=keys_from_proto(message.host_keys),
         adapters=tuple(message.adapters),
         draining=message.draining,
+        devices=message.devices or 1,
     )
 
 

@@ -84,6 +84,11 @@ class RecordingCore(SchedulerCore):
         entry = PlanLogEntry(now=now, stop_choice=event)
         return self._record(entry, partial(super().stop_choice, request_id, choice, now))
 
+    def delivered(self, request_id: str, now: float) -> list[Effect]:
+        """The client has taken the end of a request late."""
+        entry = PlanLogEntry(now=now, delivered=planlog_pb2.DeliveredEvent(request_id=request_id))
+        return self._record(entry, partial(super().delivered, request_id, now))
+
     def worker_up(self, info: WorkerInfo, now: float) -> list[Effect]:
         """A worker has welcomed the scheduler."""
         entry = PlanLogEntry(now=now, worker_up=worker_to_proto(info))

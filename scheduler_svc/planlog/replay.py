@@ -16,6 +16,8 @@ from octavo.v1.planlog_pb2 import PlanLogEntry
 
 from scheduler_svc.core import Effect, SchedulerCore
 from scheduler_svc.core.planning import Explain
+from scheduler_svc.core.request import Sequence
+from scheduler_svc.core.worker import WorkerState
 from scheduler_svc.planlog import checkpoint
 from scheduler_svc.planlog.convert import (
     config_from_json,
@@ -44,6 +46,8 @@ class Mismatch:
 class ReplayResult:
     """What came of a replay."""
 
+    core: SchedulerCore = field(compare=False)
+    """As it was after the last entry."""
     events: Counter[str] = field(default_factory=Counter)
     """Entries by kind."""
     plans: int = 0
@@ -136,7 +140,7 @@ def _core_after(reader: PlanLogReader) -> SchedulerCore:
     """Return the core as it was after the last entry of a file."""
     core = open_core(reader)
     for index, entry in enumerate(reader):
-        _apply_as_logged(core, index, entry, ReplayResult())
+        _apply_as_logged(core, index, entry, ReplayResult(core))
     if reader.torn_bytes or reader.damaged_bytes:
         raise PlanLogError(f"{reader.path} is not whole, and the file after it goes on from its end")
     return core
@@ -154,6 +158,7 @@ def apply(core: SchedulerCore, entry: PlanLogEntry) -> list[Effect]:
         "worker_down": lambda: core.worker_down(entry.worker_down.worker_id, now),
         "worker_draining": lambda: core.worker_draining(entry.worker_draining.worker_id, now),
         "report": lambda: core.report(entry.report.worker_id, _report(entry.report), now),
+        "delivered": lambda: core.delivered(entry.delivered.request_id, now),
         "tick": lambda: core.tick(now),
         "drain": lambda: core.drain(now),
         "tenant_weights": lambda: core.weigh_tenants(dict(entry.tenant_weights.weights), now),
@@ -164,7 +169,7 @@ def apply(core: SchedulerCore, entry: PlanLogEntry) -> list[Effect]:
     return call()
 
 
-def replay(path: Path, observer: Observer | None = None) -> ReplayResult:
+def replay(path: Path, *observers: Observer) -> ReplayResult:
     """Replay one file.
 
     Raises:
@@ -172,23 +177,35 @@ def replay(path: Path, observer: Observer | None = None) -> ReplayResult:
         OSError: it cannot be read.
     """
     reader = PlanLogReader(path)
-    core = open_core(reader, observer.passed_over() if observer is not None else None)
+    core = open_core(reader, _all_of([told for one in observers if (told := one.passed_over()) is not None]))
     header = reader.header
     gap = header.gap if header.HasField("gap") else None
-    result = ReplayResult(gap=gap, octavo_version=header.octavo_version)
+    result = ReplayResult(core, gap=gap, octavo_version=header.octavo_version)
     for index, entry in enumerate(reader):
         if result.first_now is None:
             result.first_now = entry.now
         result.last_now = entry.now
         result.events[entry.WhichOneof("event") or "unknown"] += 1
-        if observer is not None:
+        for observer in observers:
             observer.before(core, entry)
         effects = _apply_as_logged(core, index, entry, result)
         _compare(index, entry, effects, result)
-        if observer is not None:
+        for observer in observers:
             observer.after(core, entry, effects)
     result.torn_bytes, result.damaged_bytes = reader.torn_bytes, reader.damaged_bytes
     return result
+
+
+def _all_of(told: list[Explain]) -> Explain | None:
+    """Return what tells all of these, or the only one itself."""
+    if len(told) < 2:
+        return told[0] if told else None
+
+    def tell_all(sequence: Sequence, worker: WorkerState, reason: str, figures: dict[str, object]) -> None:
+        for tell in told:
+            tell(sequence, worker, reason, figures)
+
+    return tell_all
 
 
 def _apply_as_logged(

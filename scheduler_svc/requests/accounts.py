@@ -167,6 +167,10 @@ class RequestAccount:
         if self._finish is None or finish.choice < self._finish.choice:
             self._finish = finish
 
+    def now(self) -> float:
+        """Return the time, in monotonic seconds."""
+        return self._accounts.clock()
+
     def end(self, outcome: str) -> None:
         """Close the account. Later calls change nothing: the first end is the one that counts."""
         if self._ended:

@@ -14,6 +14,7 @@ from octavo.protocol.convert import finish_reason_to_proto, logprobs_to_proto, p
 from octavo.protocol.convert_sampling import ProtocolError, sampling_from_proto
 from octavo.protocol.steps import Pooling, Priority, TokenLogprobs
 from octavo.sampling import SamplingParams
+from octavo.structured import problem_of
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
@@ -200,6 +201,8 @@ def _sampling(message: common_pb2.SamplingParams, violations: Violations) -> Sam
         violations.append((f"sampling.{error.field}", str(error).removeprefix(f"{error.field}: ")))
         return SamplingParams()
     violations += [(f"sampling.{name}", problem) for name, problem in sampling.violations()]
+    if sampling.structured is not None and (problem := problem_of(sampling.structured)) is not None:
+        violations.append((f"sampling.structured.{problem[0]}", problem[1]))
     return sampling
 
 

@@ -56,6 +56,8 @@ class PreparedRequest:
     """Prompt tokens that were cut away under load."""
     clamped_max_tokens: int | None = None
     """max_tokens in force, when it was lowered."""
+    in_reasoning: bool = False
+    """The prompt ends with the beginning of thoughts."""
 
 
 @dataclass(slots=True)
@@ -149,12 +151,15 @@ class RequestState:
         self.request = request
         self.account = account
         self.ended = False
+        self.ended_at: float | None = None
+        """Monotonic seconds."""
         self.on_end: Callable[[], None] | None = None
         self.on_submit: Callable[[], None] = lambda: None
         """To be called when the core is given the request."""
         self._resumed = call.resumed
         self._trimmed_tokens = prepared.trimmed_tokens
         self._clamped_max_tokens = prepared.clamped_max_tokens
+        self._in_reasoning = prepared.in_reasoning
         self._outbox = outbox
         self._return_token_ids = call.return_token_ids
         self._skip_text = call.skip_text
@@ -249,6 +254,7 @@ class RequestState:
             accepted, request_id=self.request_id, prompt_tokens=self._prompt_tokens, seed=self._seed
         )
         message.trimmed_tokens = self._trimmed_tokens
+        message.in_reasoning = self._in_reasoning
         if self._clamped_max_tokens is not None:
             message.clamped_max_tokens = self._clamped_max_tokens
         self.account.accepted(accepted)
@@ -369,6 +375,7 @@ class RequestState:
         if self.ended:
             return
         self.ended = True
+        self.ended_at = self.account.now()
         self.account.end("SLOW_CONSUMER" if self._outbox.cut else outcome)
         self._outbox.end(self.request_id, error, told=told)
         if self.on_end is not None:

@@ -25,7 +25,7 @@ _WINDOW_S: Final = 10.0
 _RETRY_S: Final = (0.05, 60.0)
 _UNKNOWN_RETRY_S: Final = 1.0
 _REFUSALS_PER_S: Final = 100.0
-"""Of one tenant, answered at once; each costs the service what a small request does."""
+"""Of one tenant or session, told at once; each costs the service what a small request does."""
 _LONGEST_PAUSE_S: Final = 10.0
 
 
@@ -117,6 +117,22 @@ class RateEstimator:
         return min(high, max(low, amount / rate)) if rate > 1e-6 else _UNKNOWN_RETRY_S
 
 
+class RefusalPace:
+    """How long refusals wait before they are told: not at all, unless a flood of them comes.
+
+    Whoever asks again at once would else take up the service with refusing.
+    """
+
+    def __init__(self) -> None:
+        self._told_until = -math.inf
+        """When those so far have been told, at the pace they are told at."""
+
+    def pause_s(self, now: float, refusals: int = 1) -> float:
+        """Return how long to wait with so many more."""
+        self._told_until = max(self._told_until, now - 1.0) + refusals / _REFUSALS_PER_S
+        return min(_LONGEST_PAUSE_S, max(0.0, self._told_until - now))
+
+
 class TenantState:
     """One tenant: its live requests, what is left of its quotas, and its accounts."""
 
@@ -141,8 +157,7 @@ class TenantState:
         self._text = _bucket(None, tenant.quotas.tokenizer_bytes_per_minute, now)
         self.credits = 0
         """Requests that its paced sessions may send, and those sent that are not counted yet."""
-        self._refused_until = now
-        """When its refusals so far have been answered, at the pace they are answered at."""
+        self.refusals = RefusalPace()
         self._paced: deque[Callable[[], None]] = deque()
         """What grants each of its paced sessions more."""
 
@@ -177,14 +192,6 @@ class TenantState:
             return ServiceError.invalid(("sampling.n", f"{problem} at once, got {estimate.choices}"))
         found = self._excess(estimate, now)
         return self._exceeded(*found) if found is not None else None
-
-    def pause_before_refusal_s(self, now: float) -> float:
-        """Return how long to wait before a refusal is told: none, unless a flood of them comes.
-
-        Whoever asks again at once would else take up the service with refusing.
-        """
-        self._refused_until = max(self._refused_until, now - 1.0) + 1 / _REFUSALS_PER_S
-        return min(_LONGEST_PAUSE_S, max(0.0, self._refused_until - now))
 
     def check_text(self, size_bytes: int, now: float) -> None:
         """Refuse to tokenize more than the quota allows.
@@ -302,9 +309,8 @@ class TenantState:
         if self._tokens is not None:
             self._tokens.take(tokens, now)
 
-    def charge_text(self, size_bytes: int, now: float) -> None:
-        """A tokenizer has worked on so much text."""
-        self.text_bytes += size_bytes
+    def take_text(self, size_bytes: int, now: float) -> None:
+        """Take bytes for tokenizers off the quota; give them back when negative."""
         if self._text is not None:
             self._text.take(size_bytes, now)
 
@@ -381,6 +387,33 @@ class QuotaLease:
     def _take(self, more: int, now: float) -> None:
         self._taken += more
         self._state.take_tokens(more, now)
+
+
+class TextLease:
+    """What a text for the tokenizer takes of its tenant's quota.
+
+    It is taken at once, so that texts that wait cannot fit together which do not fit one by one, and given
+    back if no tokenizer gets to it.
+    """
+
+    __slots__ = ("_clock", "_state", "_taken")
+
+    def __init__(self, state: TenantState, size_bytes: int, clock: Callable[[], float]) -> None:
+        self._state = state
+        self._taken = size_bytes
+        self._clock = clock
+        state.take_text(size_bytes, clock())
+
+    def charge(self, size_bytes: int) -> None:
+        """A tokenizer begins to work on the text, of which there is this much. Call it once at most."""
+        self._state.take_text(size_bytes - self._taken, self._clock())
+        self._state.text_bytes += size_bytes
+        self._taken = 0
+
+    def end(self) -> None:
+        """Nothing more comes. Call it once."""
+        if self._taken:
+            self._state.take_text(-self._taken, self._clock())
 
 
 class Tenants:

@@ -16,9 +16,17 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from octavo.parsing.output import detect
 from octavo.v1 import generation_pb2 as pb
 
 ROLES: Final = ("system", "user", "assistant", "tool")
+_TOOLS: Final = """You are given functions that you may call:
+<tools>{tools}</tools>
+
+To call some of them, answer with nothing but a list of the calls, in this format:
+<tool_call>[{{"name": "function_name", "arguments": {{"argument": "value"}}}}]</tool_call>
+If no function can help, answer in words."""
+"""What a model is told of tools whose template says nothing of them: near to what SmolLM 2 was trained on."""
 _OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 
 
@@ -30,6 +38,16 @@ class InputError(Exception):
         self.field = field
         self.problem = problem
         self.reason = reason
+
+
+def output_formats(source: str) -> tuple[str, str]:
+    """Return how the output for a template has calls of tools, and thoughts; "" where that is not known."""
+    tools, reasoning = detect(source)
+    return (tools if _knows_tools(source) else "hermes"), reasoning
+
+
+def _knows_tools(source: str) -> bool:
+    return "tools" in source
 
 
 class _Generation(Extension):
@@ -129,23 +147,30 @@ class ChatTemplate:
         add_generation_prompt = (
             chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
         )
+        messages = [self._message(index, message) for index, message in enumerate(chat.messages)]
+        tools = _json(chat, "tools_json", "chat", list)
+        if not _knows_tools(self._source):
+            messages = _with_tools(messages, tools)
         return {
             **self._special_tokens,
             **variables,
-            "messages": [self._message(index, message) for index, message in enumerate(chat.messages)],
-            "tools": _json(chat, "tools_json", "chat", list),
+            "messages": messages,
+            "tools": tools,
             "documents": _json(chat, "documents_json", "chat", list),
             "add_generation_prompt": add_generation_prompt,
         }
 
-    def _message(self, index: int, message: Any) -> dict[str, object]:
+    def _message(self, index: int, message: Any) -> dict[str, Any]:
         path = f"chat.messages[{index}]"
         if not self._takes_role(message.role):
             raise InputError(f"{path}.role", f"must be one of {', '.join(ROLES)}, got {message.role!r}")
-        turn: dict[str, object] = {"role": message.role, "content": message.content}
+        turn: dict[str, Any] = {"role": message.role, "content": message.content}
         for name in ("name", "tool_call_id"):
             if message.HasField(name):
                 turn[name] = getattr(message, name)
+        if message.HasField("reasoning"):
+            # What templates call it: Qwen's and DeepSeek's, and that of gpt-oss.
+            turn["reasoning_content"] = turn["thinking"] = message.reasoning
         calls = _json(message, "tool_calls_json", path, list)
         if calls is not None:
             turn["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
@@ -165,6 +190,33 @@ def _open_ended(prompt: str, last: str) -> str:
     end = at + len(last.lstrip())
     # A template that strips messages has no space there to go on with.
     return prompt[:end] if prompt[at:end] == last.lstrip() else prompt[: at + len(last.strip())]
+
+
+def _with_tools(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
+    """Return a conversation that says in words which tools there are and which were called."""
+    told = [
+        {**turn, "content": f"{turn['content']}<tool_call>{_tojson(_called(turn))}</tool_call>"}
+        if turn.get("tool_calls")
+        else turn
+        for turn in messages
+    ]
+    if not tools:
+        return told
+    offer = _TOOLS.format(tools=_tojson([_function(tool) for tool in tools]))
+    if told[0]["role"] != "system":
+        return [{"role": "system", "content": offer}, *told]
+    return [{**told[0], "content": f"{told[0]['content']}\n\n{offer}"}, *told[1:]]
+
+
+def _called(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    functions = [_function(call) for call in turn["tool_calls"]]
+    return [{name: one.get(name) for name in ("name", "arguments")} for one in functions]
+
+
+def _function(given: Any) -> dict[str, Any]:
+    """Return the function of a tool or of a call, which the OpenAI API puts into an object of its own."""
+    found = given.get("function", given) if isinstance(given, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _json(message: Any, name: str, path: str, kind: type) -> Any:

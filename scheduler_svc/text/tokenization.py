@@ -11,10 +11,11 @@ import json
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final
 
+from octavo.parsing.formats import THOUGHTS_BEGIN
 from octavo.protocol import keys
 from octavo.v1 import generation_pb2 as pb
 from tokenizers import Tokenizer
@@ -72,7 +73,6 @@ class EncodeText:
     text: str
     add_special_tokens: bool = True
     keys: KeySpec | None = None
-    want_pieces: bool = False
     trim: TrimSpec | None = None
     extra: PromptExtra = NO_EXTRA
 
@@ -85,7 +85,6 @@ class EncodeChat:
     max_model_len: int
     chat: bytes
     keys: KeySpec | None = None
-    want_pieces: bool = False
     trim: TrimSpec | None = None
     extra: PromptExtra = NO_EXTRA
 
@@ -100,6 +99,15 @@ class TakeTokens:
     keys: KeySpec | None = None
     trim: TrimSpec | None = None
     extra: PromptExtra = NO_EXTRA
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """Answer who wants to see the tokens of an input."""
+
+    model: str
+    input: EncodeText | EncodeChat
+    want_pieces: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,7 @@ class MakeTable:
 
 
 EncodeJob = EncodeText | EncodeChat | TakeTokens
-Job = EncodeJob | Decode | MakeTable
+Job = EncodeJob | Tokenize | Decode | MakeTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +136,10 @@ class Encoded:
 
     token_ids: bytes
     keys: bytes = b""
-    pieces: list[str] = field(default_factory=list)
     trimmed_tokens: int = 0
     """Tokens of the prompt that were cut away."""
+    in_reasoning: bool = False
+    """It ends with the beginning of thoughts."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Their tokens."""
 
@@ -163,33 +172,49 @@ class TextModel:
         )
 
     def run(self, job: Job) -> object:
-        """Return the result of a job: Encoded, text or a table."""
+        """Return the result of a job: Encoded, an answer, text or a table."""
         match job:
             case EncodeText():
                 text = self._encode(job.text, "text", job, add_special_tokens=job.add_special_tokens)
                 return self._finish(cut(_last(text, job.extra), job.trim), "text", job)
             case EncodeChat():
-                return self._finish(self._encode_chat(job), "chat", job)
+                return self._encode_chat(job)
             case TakeTokens():
                 ids = self._unpack(job.tokens, "tokens.ids")
                 return self._finish(cut(_last(ids, job.extra), job.trim), "tokens.ids", job)
+            case Tokenize():
+                return self._tokenize(job)
             case Decode():
                 ids = self._unpack(job.tokens, "token_ids")
                 return self._tokenizer.decode(ids.tolist(), skip_special_tokens=not job.keep_special)
             case MakeTable():
                 return self._table
 
-    def _encode_chat(self, job: EncodeChat) -> tuple[array[int], int]:
-        """Return a conversation's tokens, and how many were trimmed away."""
+    def _tokenize(self, job: Tokenize) -> bytes:
+        """Return a serialized octavo.v1.TokenizeResponse: an object per token is not for the event loop."""
+        encoded, ids = self.run(job.input), array("I")
+        assert isinstance(encoded, Encoded)
+        ids.frombytes(encoded.token_ids)
+        answer = pb.TokenizeResponse(token_ids=ids, max_model_len=job.input.max_model_len)
+        if job.want_pieces:
+            decode = self._tokenizer.decode
+            answer.pieces.extend(decode([token_id], skip_special_tokens=False) for token_id in ids)
+        return answer.SerializeToString()
+
+    def _encode_chat(self, job: EncodeChat) -> Encoded:
+        """Return a conversation's prompt."""
         if self._template is None:
             raise InputError("chat", f"model {self._spec.model} has no chat template", "CHAT_TEMPLATE")
-        template = self._template
+        template, in_reasoning = self._template, False
 
         def encode(chat: pb.Chat) -> array[int]:
+            nonlocal in_reasoning
             text = template.render(chat, self._max_bytes(job))
+            in_reasoning = text.rstrip().endswith(THOUGHTS_BEGIN)
             return _last(self._encode(text, "chat", job, add_special_tokens=False), job.extra)
 
-        return trim_chat(pb.Chat.FromString(job.chat), encode, job.trim)
+        prompt = trim_chat(pb.Chat.FromString(job.chat), encode, job.trim)
+        return replace(self._finish(prompt, "chat", job), in_reasoning=in_reasoning)
 
     def _max_bytes(self, job: EncodeJob) -> int:
         """Return a size of text beyond which it cannot fit into the context."""
@@ -218,16 +243,11 @@ class TextModel:
         return ids
 
     def _finish(self, prompt: tuple[array[int], int], field: str, job: EncodeJob) -> Encoded:
-        """Return a prompt with its keys and pieces; `prompt` is its tokens and how many were cut away."""
+        """Return a prompt with its keys; `prompt` is its tokens and how many were cut away."""
         ids, trimmed = prompt
         spec = job.keys
-        pieces = (
-            [self._tokenizer.decode([token_id], skip_special_tokens=False) for token_id in ids]
-            if not isinstance(job, TakeTokens) and job.want_pieces
-            else []
-        )
         if spec is None:
-            return Encoded(ids.tobytes(), pieces=pieces)
+            return Encoded(ids.tobytes())
         if not ids:
             raise InputError(field, "the prompt is empty")
         if len(ids) >= job.max_model_len:
@@ -239,7 +259,7 @@ class TextModel:
             )
         block_keys = b"".join(keys.chain(spec.root, ids, spec.block_size))
         bad_words = tuple(chain.from_iterable(map(self._bad_word, job.extra.bad_words)))
-        return Encoded(ids.tobytes(), block_keys, pieces, trimmed, bad_words)
+        return Encoded(ids.tobytes(), block_keys, trimmed, bad_words=bad_words)
 
     def _bad_word(self, text: str) -> list[tuple[int, ...]]:
         """Return the tokens of a text at the start of a word and, where that is as long, after a space.

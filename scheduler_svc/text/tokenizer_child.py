@@ -14,6 +14,8 @@ import struct
 import sys
 from typing import IO, Final
 
+from octavo.service.memory import return_what_is_freed
+
 from scheduler_svc.text.chat import InputError
 from scheduler_svc.text.tokenization import Job, JobFailure, TextModel, TextSpec
 
@@ -61,6 +63,7 @@ def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _MAX_ADDRESS_SPACE if hard == resource.RLIM_INFINITY else min(_MAX_ADDRESS_SPACE, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    return_what_is_freed()
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # Whatever a library prints must not end up between the replies.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -29,6 +29,7 @@ from scheduler_svc.text.tokenization import (
     JobFailure,
     MakeTable,
     TextSpec,
+    Tokenize,
 )
 from scheduler_svc.text.tokenizer_child import HEADER
 from scheduler_svc.text.turns import TokenizerTurns
@@ -231,6 +232,12 @@ class TokenizerPool:
         """
         result = await self._run(job, size_bytes, payer)
         assert isinstance(result, Encoded)
+        return result
+
+    async def tokenize(self, job: Tokenize, size_bytes: int, payer: Payer = NOBODY) -> bytes:
+        """Return a serialized octavo.v1.TokenizeResponse; raises as `encode` does."""
+        result = await self._run(job, size_bytes, payer)
+        assert isinstance(result, bytes)
         return result
 
     async def decode(self, job: Decode, payer: Payer = NOBODY) -> str:

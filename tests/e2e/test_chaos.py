@@ -19,3 +19,15 @@ def test_only_poison_fails() -> None:
     found = attack(ChaosSettings(seconds=20.0, every_s=4.0, streams=12, kinds=kinds, poison_s=6.0))
     assert found.findings == []
     assert found.settings["poisons"]
+
+
+def test_everything_is_restarted_under_load_and_nobody_fails() -> None:
+    found = attack(ChaosSettings(rolling=True, every_s=1.0, streams=12))
+    assert found.findings == []
+    assert [one.target for one in found.done] == [
+        "worker-0",
+        "worker-1",
+        "scheduler-0",
+        "scheduler-1",
+        "gateway-0",
+    ]

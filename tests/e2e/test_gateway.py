@@ -247,7 +247,7 @@ async def test_completion_refused_names_the_parameter(one: Served, body: dict[st
             "messages[0].content[0].type",
         ),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"max_completion_tokens": 5000}, "max_completion_tokens"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),

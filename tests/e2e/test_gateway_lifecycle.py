@@ -15,6 +15,7 @@ from octavo import AsyncClient
 from octavo.stack import Child, free_port
 from octavo.stack import Stack as ProcessStack
 
+from scheduler_svc.fleet import worker_link
 from tests.e2e.gateway_stack import Served, gateway, served
 from tests.e2e.scheduler_stack import scheduler, start_worker, until
 from tests.e2e.test_scheduler_access import KEYS, key_file
@@ -153,7 +154,8 @@ async def test_body_too_large_is_413_however_it_is_announced() -> None:
         assert (await one.complete(prompt="abc"))["choices"][0]["text"] == "abc"
 
 
-async def test_nothing_that_can_serve_is_503_and_unhealthy() -> None:
+async def test_nothing_that_can_serve_is_503_and_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_link, "_DESCRIBE_TIMEOUT_S", 0.1)
     async with scheduler("127.0.0.1:1") as stack, gateway(f"127.0.0.1:{stack.port}") as (http, _):
         answer = await http.post("/v1/completions", json={"model": "echo", "prompt": "x"})
         assert answer.status_code == 503

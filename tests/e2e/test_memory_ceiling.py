@@ -10,6 +10,7 @@ import grpc
 import pytest
 from octavo.v1 import generation_pb2 as pb
 
+from scheduler_svc.api import session
 from tests.e2e.scheduler_stack import error_of, one_worker, until
 from tests.e2e.test_scheduler_session import Client
 
@@ -49,6 +50,28 @@ async def test_scheduler_at_its_ceiling_refuses_what_is_new_and_finishes_what_it
         ceiling.max_rss_bytes = room
         await until(lambda: not ceiling.is_reached())
         assert (await stack.generate(text="welcome again")).text[0] == "welcome again"
+
+
+async def test_scheduler_at_its_ceiling_ends_sessions_in_which_nothing_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session, "_LOOK_S", 0.01)
+    monkeypatch.setattr(session, "_IDLE_S", 0.0)
+    async with one_worker() as (stack, worker):
+        worker.gate.close()
+        idle, busy = Client(stack), Client(stack)
+        await idle.open(paced=True)
+        assert await idle.read()
+        await busy.generate("came before", text="came before")
+        await until(lambda: stack.process.driver.snapshot().live_requests == 1)
+
+        stack.process._ceiling.max_rss_bytes = 1 << 20
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await idle.read()
+        assert error_of(caught.value).reason == "MEMORY_FULL"
+        worker.gate.open()
+        await busy.read_until_ended("came before")
+        assert busy.outputs["came before"].text[0] == "came before"
 
 
 async def test_waiting_request_takes_few_bytes_for_each_token_of_its_prompt() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from octavo.v1 import common_pb2
+from octavo.v1 import common_pb2, operations_pb2
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.driver import CoreDriver
@@ -44,7 +44,7 @@ async def service(
     """A scheduler with the tenants `user`, whose quotas these are, and `other`; and a worker."""
     worker = await start_worker(**(worker_flags or {}))
     try:
-        key_file(path, "user", "other", tenants=f"[tenants.user]\n{quotas}\n")
+        key_file(path, "user", "other", "boss", tenants=f"[tenants.user]\n{quotas}\n")
         async with scheduler(worker.address, key_file=path) as stack:
             await stack.wait_ready()
             yield stack, worker, Computed(stack.process.driver)
@@ -212,3 +212,30 @@ async def test_tokenizing_of_one_tenant_delays_no_other_and_is_charged_by_the_by
 
 async def _tokenize(call: Any, text: str) -> None:
     await call(pb.TokenizeRequest(text=text), metadata=bearer("user"), timeout=WAIT_S)
+
+
+async def test_time_of_steps_is_split_over_tenants_and_idle_time_is_nobodys(tmp_path: Path) -> None:
+    async with service(tmp_path / "keys.toml", "") as (stack, _, _):
+        metrics = stack.process.metrics.registry
+        driver, steps_us = stack.process.driver, 0
+        report = driver.report
+
+        def spy(worker_id: str, answer: Any) -> None:
+            nonlocal steps_us
+            steps_us += answer.timing.execute_us + answer.timing.overhead_us + answer.timing.copy_us
+            report(worker_id, answer)
+
+        driver.report = spy  # type: ignore[method-assign]
+        for name in ("user", "other"):
+            await asyncio.gather(*(generate(stack, name, text=f"{name} asks {i}") for i in range(4)))
+        key = bearer("boss")
+        answer = await stack.operations.GetUsage(operations_pb2.GetUsageRequest(), metadata=key)
+
+        (minute,) = answer.minutes
+        used = {one.tenant: one.device_s for one in minute.tenants}
+        assert used.keys() == {"user", "other"}
+        assert sum(used.values()) == pytest.approx(steps_us / 1e6, rel=1e-6)
+        assert minute.idle_device_s > 0
+        for name, seconds in used.items():
+            labels = {"tenant": name}
+            assert metrics.get_sample_value("octavo_tenant_device_seconds_total", labels) == seconds

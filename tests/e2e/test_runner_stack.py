@@ -24,8 +24,6 @@ from tests.unit.worker.runner.torch.families import save_model
 READY_S = 600.0
 LOST_S = 60.0
 RANKS = 3
-VOCAB_SIZE = 64 * 2 * RANKS
-"""vLLM pads vocabularies to multiples of 64, and each rank holds as much."""
 LIMITS = (
     *("--dtype", "float32", "--num-blocks", "64", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
 )
@@ -40,21 +38,7 @@ FAULTS = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2 * RANKS,
-        num_key_value_heads=RANKS,
-        head_dim=32,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    return folder, Reference(save_model(config, folder))
+    return tiny_model(tmp_path_factory.mktemp("model"), RANKS)
 
 
 @pytest.fixture(
@@ -70,6 +54,25 @@ def stack(
     with running(model[0], tmp_path_factory.mktemp("stack"), (*TESTED, *request.param)) as stack:
         stack.wait_ready(READY_S)
         yield stack
+
+
+def tiny_model(folder: Path, ranks: int) -> tuple[Path, Reference]:
+    """Write a model that so many ranks can share; return its folder, and what transformers says of it."""
+    config = LlamaConfig(
+        # vLLM pads vocabularies to multiples of 64, and each rank holds as much.
+        vocab_size=64 * 2 * ranks,
+        hidden_size=32 * ranks,
+        intermediate_size=64 * ranks,
+        num_hidden_layers=2,
+        num_attention_heads=2 * ranks,
+        num_key_value_heads=ranks,
+        head_dim=32,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    return folder, Reference(save_model(config, folder))
 
 
 def running(model: Path, folder: Path, arguments: Sequence[str]) -> Stack:
@@ -90,7 +93,9 @@ def running(model: Path, folder: Path, arguments: Sequence[str]) -> Stack:
 
 def prompts(count: int) -> list[list[int]]:
     chooser = random.Random(3)
-    return [[chooser.randrange(3, VOCAB_SIZE) for _ in range(chooser.randint(1, 150))] for _ in range(count)]
+    return [
+        [chooser.randrange(3, 64 * 2 * RANKS) for _ in range(chooser.randint(1, 150))] for _ in range(count)
+    ]
 
 
 async def ask(client: AsyncClient, prompt: list[int], max_tokens: int = 16) -> EngineJob:

@@ -19,8 +19,8 @@ import structlog
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from octavo.keys import QUOTAS, hash_of, new_key
+from octavo.v1 import common_pb2, generation_pb2_grpc, operations_pb2_grpc
 from octavo.v1 import generation_pb2 as pb
-from octavo.v1 import generation_pb2_grpc, operations_pb2_grpc
 from octavo.v1 import operations_pb2 as ops
 
 from scheduler_svc.config import SchedulerSettings
@@ -122,7 +122,8 @@ async def test_every_method_wants_a_key_and_operators_methods_an_operators(
             assert failure.code() is grpc.StatusCode.PERMISSION_DENIED, method.name
             error = error_of(failure)
             assert error.reason == "ROLE_REQUIRED"
-            assert dict(error.metadata) == {"key": "user", "role": "operator"}
+            role = "metrics" if method.name in ("GetStatus", "WatchStatus") else "operator"
+            assert dict(error.metadata) == {"key": "user", "role": role}
     assert not stack.process.stopping
     assert stack.process.accounts.arrivals == 0
 
@@ -143,7 +144,7 @@ async def test_without_keys_others_may_send_requests_and_only_this_machine_may_o
     # What ends the scheduler comes last.
     operations.sort(key=lambda method: method.name == "Drain")
     try:
-        async with scheduler(worker.address, listen="0.0.0.0:0") as stack:
+        async with scheduler(worker.address, listen="0.0.0.0:0", insecure=True) as stack:
             await stack.wait_ready()
             address = f"{own_address()}:{stack.port}"
             async with octavo.AsyncClient(address) as client:
@@ -183,7 +184,7 @@ async def test_scheduler_that_everybody_can_reach_without_a_key_says_so(
 ) -> None:
     flags = {"key_file": key_file(tmp_path / "keys.toml", "boss")} if keys else {}
     with structlog.testing.capture_logs() as logs:
-        SchedulerProcess(SchedulerSettings.load({"listen": listen, **flags}))
+        SchedulerProcess(SchedulerSettings.load({"listen": listen, "insecure": True, **flags}))
     assert ("scheduler_open_to_all" in [line["event"] for line in logs]) is warned
 
 
@@ -373,3 +374,79 @@ async def test_scheduler_with_a_broken_key_file_does_not_start(tmp_path: Path) -
         (line,) = process.lines
         assert line["reason"] == "KEY_FILE"
         assert "tenants.a.weight" in line["problem"]
+
+
+async def test_what_an_operator_does_is_logged_with_the_key_and_without_prompts(
+    pair: tuple[Stack, Worker],
+) -> None:
+    stack, _ = pair
+    with structlog.testing.capture_logs() as logs:
+        async with octavo.AsyncClient(f"127.0.0.1:{stack.port}", api_key=KEYS["boss"]) as client:
+            await client.pin_prefix("greeting", "a secret prompt " * 20)
+            with pytest.raises(octavo.OctavoError):
+                await client.drain("nobody")
+    told = [line for line in logs if line["event"] == "operator_action"]
+    assert [(line["action"], line["key"], line["outcome"]) for line in told] == [
+        ("pin_prefix", "boss", "OK"),
+        ("drain", "boss", "UNKNOWN_WORKER"),
+    ]
+    assert told[0]["name"] == "greeting"
+    assert told[1]["worker_id"] == "nobody"
+    assert "secret prompt" not in str(told)
+
+
+async def session(stack: Stack, name: str, *messages: pb.SessionRequest) -> Any:
+    """Open a session with a key, and send messages on it."""
+    call: Any = generation_pb2_grpc.GenerationStub(stack.channel).Session(metadata=bearer(name))  # type: ignore[call-arg] # written to instead
+    for message in messages:
+        await call.write(message)
+    return call
+
+
+async def answer_on(call: Any) -> list[pb.GenerateEvent]:
+    """Read until a request has ended; return all events."""
+    events: list[pb.GenerateEvent] = []
+    async with asyncio.timeout(WAIT_S):
+        while not any(event.WhichOneof("event") in ("finished", "error") for event in events):
+            events += (await call.read()).events
+    return events
+
+
+async def test_tenant_cannot_name_or_cancel_a_request_of_another(pair: tuple[Stack, Worker]) -> None:
+    stack, worker = pair
+    mine = pb.SessionRequest(generate=pb.GenerateRequest(request_id="same", text="of one"))
+    theirs = pb.SessionRequest(generate=pb.GenerateRequest(request_id="same", text="of the other"))
+    worker.gate.close()
+    one = await session(stack, "user", mine)
+    await until(lambda: stack.process.accounts.live == 1)
+    other = await session(
+        stack, "other", pb.SessionRequest(cancel=pb.CancelRequest(request_id="same")), theirs
+    )
+    await until(lambda: stack.process.accounts.live == 2)
+    worker.gate.open()
+    for call, text in ((one, "of one"), (other, "of the other")):
+        events = await answer_on(call)
+        assert "".join(event.delta.text for event in events if event.HasField("delta")) == text
+        assert events[-1].finished.reason == common_pb2.FINISH_REASON_STOP
+        call.cancel()
+
+
+async def test_what_a_tenant_is_told_names_no_other(tmp_path: Path) -> None:
+    worker = await start_worker()
+    path = key_file(
+        tmp_path / "keys.toml", "user", "other", tenants="[tenants.user]\nrequests_per_minute = 1\n"
+    )
+    try:
+        async with scheduler(worker.address, key_file=path) as stack:
+            await stack.wait_ready()
+            async with octavo.AsyncClient(f"127.0.0.1:{stack.port}", api_key=KEYS["user"]) as client:
+                models = await client.models()
+                await client.generate("one")
+                with pytest.raises(octavo.OverloadedError) as caught:
+                    await client.generate("two")
+                for method in (client.status, client.audit, client.drain):
+                    with pytest.raises(octavo.AccessDeniedError):
+                        await method()
+        assert "other" not in f"{models} {caught.value} {caught.value.metadata}"
+    finally:
+        await worker.stop()

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import grpc
 import pytest
+import structlog
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.fleet import worker_link
+from scheduler_svc.fleet.way import Ways
 from tests.e2e.scheduler_stack import (
     WAIT_S,
     EchoRunner,
@@ -110,7 +112,7 @@ async def test_prompts_may_be_as_long_as_the_workers_of_the_moment_allow() -> No
             await stack.wait_ready()
             error = await refusal()
             assert (error.reason, "holds 64" in error.message) == ("PROMPT_TOO_LONG", True)
-            stack.process.fleet._add(large.address)
+            stack.process.fleet._add(Ways().to(large.address))
             await stack.wait_ready(2)
             assert (await stack.generate(text=text)).text[0] == text
             await large.stop()
@@ -270,7 +272,7 @@ async def test_adapter_that_went_to_another_model_is_found_there() -> None:
             await former.stop()
             await until(lambda: stack.process.fleet.num_ready == 1)
             latter = await start_worker("w3", info=infos[1])
-            stack.process.fleet._add(latter.address)
+            stack.process.fleet._add(Ways().to(latter.address))
             await stack.wait_ready(2)
             assert (await stack.generate(text="a verse", model="poet")).text[0] == "a verse"
             await latter.stop()
@@ -289,3 +291,18 @@ async def test_worker_whose_adapter_is_named_as_a_model_is_kept_out() -> None:
     finally:
         await first.stop()
         await misfit.stop()
+
+
+async def test_two_schedulers_of_one_name_say_so() -> None:
+    worker = await start_worker()
+    try:
+        with structlog.testing.capture_logs() as logs:
+            async with (
+                scheduler(worker.address, scheduler_id="twin"),
+                scheduler(worker.address, scheduler_id="twin"),
+            ):
+                await until(lambda: any(line["event"] == "scheduler_id_not_unique" for line in logs))
+    finally:
+        await worker.stop()
+    told = next(line for line in logs if line["event"] == "scheduler_id_not_unique")
+    assert (told["log_level"], told["scheduler_id"]) == ("error", "twin")

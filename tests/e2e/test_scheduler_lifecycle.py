@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from octavo.aio import AsyncClient
 from octavo.v1 import common_pb2, operations_pb2
 from octavo.v1 import generation_pb2 as pb
 
@@ -218,6 +219,24 @@ async def test_no_worker_yet_is_unavailable_with_a_retry_delay() -> None:
         error, _ = await failure(stack, text="a")
         assert (error.reason, error.code) == ("NO_WORKER", grpc.StatusCode.UNAVAILABLE.value[0])
         assert error.retry_delay_ms > 0
+
+
+async def test_client_of_one_scheduler_that_was_just_started_waits_for_its_worker() -> None:
+    worker = await start_worker()
+    address = worker.address
+    await worker.stop()
+    async with scheduler(address) as stack, AsyncClient(f"127.0.0.1:{stack.port}") as client:
+        answer = asyncio.create_task(client.generate("abc", max_tokens=3))
+        await until(lambda: _has_refused(stack, "NO_WORKER"))
+        worker = await start_worker(port=int(address.rpartition(":")[2]))
+        try:
+            assert (await answer).text == "abc"
+        finally:
+            await worker.stop()
+
+
+async def _has_refused(stack: Stack, reason: str) -> bool:
+    return bool((await stack.status()).outcomes[reason])
 
 
 async def health(stack: Stack, service: str) -> int:

@@ -13,6 +13,7 @@ from octavo.v1 import common_pb2, generation_pb2_grpc
 from octavo.v1 import generation_pb2 as pb
 
 from scheduler_svc.requests.outbox import SessionOutbox
+from scheduler_svc.requests.tenants import RefusalPace
 from tests.e2e.scheduler_stack import WAIT_S, Output, Stack, Worker, error_of, one_worker, until
 
 Pair = tuple[Stack, Worker]
@@ -275,6 +276,29 @@ async def test_unpaced_session_is_refused_beyond_the_queue_bound() -> None:
         error = next(iter(client.errors.values()))
         assert (error.reason, error.code) == ("QUEUE_FULL", grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
         assert error.retry_delay_ms > 0
+
+
+async def test_session_that_floods_the_service_with_what_is_refused_is_read_from_later(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[int] = []
+
+    def note(_: RefusalPace, now: float, refusals: int = 1) -> float:
+        del now
+        refused.append(refusals)
+        return 0.0
+
+    monkeypatch.setattr(RefusalPace, "pause_s", note)
+    stack, _ = pair
+    client = Client(stack)
+    many = pb.GenerateRequests(requests=[pb.GenerateRequest()] * 300)
+    for _ in range(2):
+        await client.call.write(pb.SessionRequest(generate_many=many))
+    await client.generate("good", text="served when its turn comes")
+    await client.read_until_ended("good")
+
+    assert client.outputs["good"].text[0] == "served when its turn comes"
+    assert refused == [300, 300, 0]
 
 
 async def test_slow_consumer_is_cut_and_others_go_on() -> None:

@@ -19,6 +19,7 @@ from octavo.v1 import worker_pb2 as pb
 
 from tests.e2e.scheduler_stack import WAIT_S, until
 from worker_svc.api.convert import describe
+from worker_svc.api.door import Door
 from worker_svc.api.reservation import Reservation
 from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
@@ -83,10 +84,16 @@ class Worker:
 
     @asynccontextmanager
     async def attach(
-        self, scheduler_id: str = "one", epoch: int = 1, window: int = 2, **hello: Any
+        self,
+        scheduler_id: str = "one",
+        epoch: int = 1,
+        window: int = 2,
+        *,
+        metadata: Any = (),
+        **hello: Any,
     ) -> AsyncIterator[Scheduler]:
         async with self.connect() as stub:
-            scheduler = Scheduler(stub)
+            scheduler = Scheduler(stub, metadata)
             try:
                 await scheduler.hello(scheduler_id, epoch, window, **hello)
                 yield scheduler
@@ -108,9 +115,9 @@ class Worker:
 class Scheduler:
     """The other end of the stream."""
 
-    def __init__(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+    def __init__(self, stub: worker_pb2_grpc.WorkerAsyncStub, metadata: Any = ()) -> None:
         self.stub = stub
-        self.call: Any = stub.Attach()  # type: ignore[call-arg] # the stubs lag: it is written to instead
+        self.call: Any = stub.Attach(metadata=metadata)  # type: ignore[call-arg] # the stubs lag: it is written to instead
         self.welcome: pb.Welcome | None = None
         self.step = 0
 
@@ -181,7 +188,7 @@ def keys_of(message: pb.Admit) -> bytes:
 
 
 @asynccontextmanager
-async def running(**flags: object) -> AsyncIterator[Worker]:
+async def running(door: Door | None = None, **flags: object) -> AsyncIterator[Worker]:
     settings = WorkerSettings.load(
         {
             "runner": "sim",
@@ -210,7 +217,7 @@ async def running(**flags: object) -> AsyncIterator[Worker]:
     sessions = Sessions(terms, loop, WorkerMetrics(), loaded.faults, reservation)
     service = WorkerService()
     service.open(Business(describe(loaded.info, terms), sessions, loaded.faults))
-    server = WorkerServer(service)
+    server = WorkerServer(service, door)
     port = await server.start("127.0.0.1", 0)
     await server.set_serving(serving=True)
     yield Worker(f"127.0.0.1:{port}", gate, sessions, loop, clock)

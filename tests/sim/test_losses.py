@@ -24,6 +24,7 @@ from scheduler_svc.core import (
     SchedulerCore,
 )
 from scheduler_svc.core.errors import Reason
+from scheduler_svc.core.overload import Level, OverloadConfig
 
 RESTART_S = 3.0
 
@@ -36,6 +37,8 @@ class Watch:
     deaths: int = 0
     pauses: list[float] = field(default_factory=list)
     lost_at: dict[str, float] = field(default_factory=dict)
+    level: int = Level.NORMAL
+    """The highest level of the ladder."""
     running: set[str] = field(default_factory=set)
     last_at: dict[str, float] = field(default_factory=dict)
     longest_gap_s: float = 0.0
@@ -61,6 +64,8 @@ class Watch:
                 self.ends[effect.request_id] = effect.error.reason if effect.error is not None else None
                 self.running.discard(effect.request_id)
                 self.lost_at.pop(effect.request_id, None)
+            elif isinstance(effect, LogEvent) and effect.name == "level_changed":
+                self.level = max(self.level, int(str(effect.fields["new_level"])))
             elif isinstance(effect, LogEvent) and effect.name == "worker_lost":
                 self.deaths += 1
                 assert self.core is not None
@@ -73,7 +78,13 @@ class Watch:
 class Fleet:
     """Simulated workers that come back after a while."""
 
-    def __init__(self, num_workers: int, max_num_seqs: int = 32, restart_s: float = RESTART_S) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        max_num_seqs: int = 32,
+        restart_s: float = RESTART_S,
+        overload: OverloadConfig | None = None,
+    ) -> None:
         times = StepTimes.builtin()
         workers = [
             SimWorkerConfig(
@@ -86,7 +97,7 @@ class Fleet:
             )
             for index in range(num_workers)
         ]
-        self.core = SchedulerCore(CoreConfig(max_waiting_requests=100_000))
+        self.core = SchedulerCore(CoreConfig(max_waiting_requests=100_000, overload=overload))
         self.watch = Watch(core=self.core)
         self.monitor = Monitor(self.core, audit_every=1000)
         timings = LinkTimings(restart_s=restart_s)
@@ -181,6 +192,18 @@ def test_suspects_of_one_loss_are_tried_together() -> None:
     assert len(paused) > 80
     fleet.cell.loop.run(stop=lambda: not fleet.watch.lost_at)
     assert max(fleet.watch.pauses) < 3.0, "one by one it took 11 s; what they had computed takes 1.7 s again"
+
+
+@pytest.mark.parametrize(("kill_every_s", "restart_s"), [(2.0, 2.0), (2.0, 4.0), (4.0, 20.0)])
+def test_absence_of_workers_is_no_load(kill_every_s: float, restart_s: float) -> None:
+    fleet = Fleet(2, restart_s=restart_s, overload=OverloadConfig())
+    for seed in range(1, 101):
+        fleet.cell.loop.at(0.6 * seed, lambda seed=seed: fleet.submit(seed))  # type: ignore[misc]
+    fleet.kill_every(kill_every_s)
+    fleet.run(100)
+    assert fleet.watch.deaths > 5
+    assert set(fleet.watch.ends.values()) == {None}
+    assert fleet.watch.level == Level.NORMAL
 
 
 def test_losses_of_a_worker_that_was_to_go_are_no_evidence() -> None:

@@ -71,4 +71,5 @@ def describe(info: LoadedModel, terms: Terms) -> worker_pb2.WorkerDescription:
         aliases=info.aliases,
         limits_reason=terms.limits.reason,
         shared_sampling=True,
+        structured_output=terms.structured_output,
     )

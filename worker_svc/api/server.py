@@ -11,13 +11,18 @@ from typing import Final
 import grpc
 import grpc.aio
 import structlog
+from grpc_health.v1 import health
 from octavo.protocol.convert import ProtocolError
 from octavo.protocol.transport import SERVER_OPTIONS
+from octavo.service.call_guard import CallGuard
 from octavo.service.grpc_port import GrpcPort
+from octavo.service.places import Places
+from octavo.service.server_tls import ServerTls
 from octavo.service.status import Context, abort
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 
 from worker_svc.api.convert import fault_from_proto
+from worker_svc.api.door import Door
 from worker_svc.api.messages import MAX_HELLO_BYTES, UnparsedMessages, scheduler_message
 from worker_svc.api.session import HELLO_TIMEOUT_S, SchedulerSession, Sessions
 from worker_svc.api.status import Refusal, malformed
@@ -26,6 +31,10 @@ from worker_svc.engine.faults import Faults
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 LOADING_WAIT_S: Final = 10.0
 """How long `Describe` waits for the model; a scheduler waits a little longer for its answer."""
+_CALLS: Final = 256
+_HEALTH_CALLS: Final = 512
+_OTHER_CALLS: Final = 32
+"""Of reflection and channelz."""
 _EXPECTED = {
     "LOADING",
     "SCHEDULER_ATTACHED",
@@ -155,9 +164,15 @@ async def _read_hello(context: Context) -> worker_pb2.Hello:
 class WorkerServer:
     """The port."""
 
-    def __init__(self, service: WorkerService) -> None:
-        interceptors = (UnparsedMessages(SERVICE),)
-        self._port = GrpcPort((SERVICE,), options=SERVER_OPTIONS, interceptors=interceptors)
+    def __init__(
+        self, service: WorkerService, door: Door | None = None, tls: ServerTls | None = None
+    ) -> None:
+        """`door` says who may come in; None is whoever reaches the port."""
+        places = {SERVICE: Places(_CALLS, share=3), health.SERVICE_NAME: Places(_HEALTH_CALLS, share=1 / 3)}
+        guard = CallGuard((door or Door()).identify, places, Places(_OTHER_CALLS, share=1 / 3))
+        self._port = GrpcPort(
+            (SERVICE,), options=SERVER_OPTIONS, interceptors=(guard, UnparsedMessages(SERVICE)), tls=tls
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._port.server)
 
     async def start(self, host: str, port: int) -> int:

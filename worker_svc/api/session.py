@@ -64,6 +64,8 @@ class Terms:
     vocab_size: int
     limits: Limits
     adapters: tuple[str, ...] = ()
+    structured_output: bool = False
+    """Whether it can hold output to a constraint."""
     simulated: bool = False
     num_devices: int = 1
     """GPUs that compute together; 1 where there is none."""

@@ -26,6 +26,7 @@ from worker_svc.engine.kv_offload import KvOffload
 from worker_svc.engine.sequences import RunningSequences, SequenceState, new_state
 from worker_svc.engine.step import CurrentStep, StepClock, StepOutcome, execute
 from worker_svc.errors import DeviceLost, InvalidSettings, NotFinite
+from worker_svc.grammar.guide import Grammars, Output
 from worker_svc.kv.contiguous import ContiguousMemory
 from worker_svc.kv.errors import OutOfBlocks
 from worker_svc.kv.memory import NO_STEP, KvMemory, PinOutcome, Placement, StepUse
@@ -75,8 +76,15 @@ class WorkerEngine:
     thread, between steps.
     """
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        faults: Faults | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._runner = runner
+        self._grammars = grammars
         self._config = config
         self._faults = Faults() if faults is None else faults
         self._eos_token_ids = frozenset(config.eos_token_ids)
@@ -211,7 +219,10 @@ class WorkerEngine:
             running.settle(outcome, step)
             step.take_logprobs(outcome.logprobs)
             step.take_read(outcome)
+            step.stalled.extend((handle, StallReason.COMPILING) for handle in sorted(outcome.unguided))
             self.memory.cost.executed(step.num_decodes, step.num_prefill_tokens, times.execute_s * 1e6)
+        if running.guided and step.status is StepStatus.OK:
+            running.go_on_guided(outcome.token_ids, step)
         self._step_use = StepUse(active, running.unused_slots + running.dropped_unused_slots)
         return step.report(self.memory, self.pool_report(), (len(running.states), running.digest), times)
 
@@ -295,6 +306,11 @@ class WorkerEngine:
             return Refused(admit.handle, self.memory.refusal, str(error))
         if not self._config.paged:
             state.max_len = min(state.max_len, len(placement.block_table) * self._config.block_size)
+        if admit.sampling.structured is not None and self._grammars is not None:
+            state.sequence.guide = self._grammars.guide(
+                admit.sampling.structured,
+                Output(admit.token_ids[admit.prompt_len :], state.stop_ids, admit.sampling.min_tokens or 0),
+            )
         return state, placement
 
     def _problem_of(self, admit: Admit) -> str | None:
@@ -304,6 +320,8 @@ class WorkerEngine:
             return f"handle {admit.handle} is not above {self._last_handle}, which was used"
         if not 0 < num_tokens < self._config.max_model_len:
             return f"{num_tokens} tokens in a context of {self._config.max_model_len}"
+        if admit.sampling.structured is not None and self._grammars is None:
+            return "structured output: this worker has no library of grammars"
         return self._runner.supports(admit.sampling)
 
     def _choose_rows(self, plan: Plan, step: CurrentStep) -> None:
@@ -317,6 +335,9 @@ class WorkerEngine:
             if sequence.prefill_done:
                 known = len(sequence.token_ids)
                 if known > state.capacity or handle in skipped:
+                    continue
+                if sequence.guide is not None and sequence.guide.missed and not sequence.guide.ready:
+                    step.stalled.append((handle, StallReason.COMPILING))
                     continue
                 row = state.row
                 row.start = known - 1
@@ -345,7 +366,12 @@ class WorkerEngine:
                 step.stalled.append((handle, StallReason.PROMOTING if waits else StallReason.NO_BLOCK))
                 continue
             left = len(state.sequence.token_ids) - state.sequence.num_computed_tokens
-            if wanted > 0:
+            guide = state.sequence.guide
+            if guide is not None and not guide.ready and wanted + state.lost_tokens >= left:
+                # Its first token has to wait, and so its last prompt token.
+                step.stalled.append((handle, StallReason.COMPILING))
+                left -= 1
+            if wanted > 0 and left:
                 chunks[handle] = min(wanted + state.lost_tokens, left, _most_scored(state))
         return chunks
 

@@ -16,6 +16,7 @@ from octavo.protocol.steps import Geometry, Plan, PoolReport, Report
 from worker_svc.engine.faults import Faults
 from worker_svc.engine.limits import Limits
 from worker_svc.engine.watchdog import StepWatch
+from worker_svc.grammar.guide import Grammars
 from worker_svc.kv.memory import PinOutcome
 from worker_svc.runner.base import LoadedModel
 
@@ -68,6 +69,8 @@ class Loaded:
     limits: Limits
     faults: Faults | None = None
     """Where faults are injected; None unless that was enabled."""
+    grammars: Grammars | None = None
+    """None where output cannot be constrained."""
 
 
 Deliver = Callable[[Report], None]

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from octavo.protocol.steps import DIGEST_MASK, Admit, Finished, FinishReason, digest_of
+from octavo.protocol.steps import (
+    DIGEST_MASK,
+    GRAMMAR_ERROR,
+    Admit,
+    Finished,
+    FinishReason,
+    StepError,
+    digest_of,
+)
 
 from worker_svc.engine.step import CurrentStep, StepOutcome
 from worker_svc.kv.errors import OutOfBlocks, require
@@ -55,7 +63,8 @@ def new_state(admit: Admit, eos_token_ids: frozenset[int], max_model_len: int) -
         hold_after_finish=admit.hold_after_finish,
     )
     stop_ids = frozenset(sampling.stop_token_ids)
-    if not sampling.ignore_eos:
+    if not sampling.ignore_eos or sampling.structured is not None:
+        # A grammar that is at its end allows nothing else.
         stop_ids |= eos_token_ids
     max_len = max_model_len
     if sampling.max_tokens is not None:
@@ -64,7 +73,8 @@ def new_state(admit: Admit, eos_token_ids: frozenset[int], max_model_len: int) -
         sequence=sequence,
         keys=dict(enumerate(admit.keys)),
         stop_ids=stop_ids,
-        stops_from=admit.prompt_len + (sampling.min_tokens or 0),
+        # Under a grammar its guide sees to it, as far as the grammar lets it.
+        stops_from=admit.prompt_len + (sampling.min_tokens or 0 if sampling.structured is None else 0),
         max_len=max_len,
         capacity=0,
         row=Row(sequence, 0, 1, sample=True),
@@ -84,6 +94,8 @@ class RunningSequences:
         """Those whose next token does not fit into their blocks."""
         self.loading: dict[int, SequenceState] = {}
         """Those whose cached blocks are on their way from the host tier."""
+        self.guided: dict[int, SequenceState] = {}
+        """Those whose output has to follow a grammar."""
         self.removed: list[int] = []
         """Handles that the runner may forget."""
         self.unused_slots = 0
@@ -110,6 +122,8 @@ class RunningSequences:
         for index in range(placement.cached_tokens // self._block_size):
             state.keys.pop(index, None)
         self.states[sequence.handle] = state
+        if sequence.guide is not None:
+            self.guided[sequence.handle] = state
         if placement.load is not None:
             state.load = placement.load
             self.loading[sequence.handle] = state
@@ -122,6 +136,7 @@ class RunningSequences:
         if state is None:
             return False
         self.starved.pop(handle, None)
+        self.guided.pop(handle, None)
         if state.load is not None:
             state.load.withdrawn = True
             del self.loading[handle]
@@ -211,6 +226,18 @@ class RunningSequences:
         for handle in outcome.culprits:
             step.finished.append(Finished(handle, FinishReason.ERROR))
             self.drop(handle)
+
+    def go_on_guided(self, token_ids: Mapping[int, int], step: CurrentStep) -> None:
+        """Have the next masks made, and end those sequences whose grammars cannot go on."""
+        for handle, state in list(self.guided.items()):
+            guide = state.sequence.guide
+            assert guide is not None
+            if handle in token_ids and not state.sequence.held:
+                guide.advance(token_ids[handle])
+            elif (problem := guide.problem) is not None:
+                step.errors += (StepError((handle,), GRAMMAR_ERROR, problem),)
+                step.finished.append(Finished(handle, FinishReason.ERROR))
+                self.drop(handle)
 
     def check_integrity(self) -> None:
         """Verify the books of sequences and of memory from scratch."""

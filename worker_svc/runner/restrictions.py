@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-from octavo.sampling import SamplingParams
-
+from worker_svc.grammar.backend import is_allowed
 from worker_svc.runner.base import SequenceData
 
 
 class Restrictions:
     """What a request allows and bans, worked out once. Bans are functions of the output so far."""
 
-    def __init__(self, sampling: SamplingParams, eos_token_ids: Collection[int], vocab_size: int) -> None:
+    def __init__(self, sequence: SequenceData, eos_token_ids: Collection[int], vocab_size: int) -> None:
+        sampling = sequence.sampling
         self.allowed = tuple(sorted({one for one in sampling.allowed_token_ids if one < vocab_size}))
         """The only tokens that may be sampled; empty: all."""
-        self._min_tokens = sampling.min_tokens or 0
+        # A guide has seen to it where there is one.
+        self._min_tokens = sampling.min_tokens or 0 if sequence.guide is None else 0
         eos = () if sampling.ignore_eos else eos_token_ids
         ends = {*eos, *sampling.stop_token_ids} if self._min_tokens else set()
         self._ends = tuple(sorted(one for one in ends if one < vocab_size))
@@ -50,5 +51,8 @@ class Restrictions:
         return found
 
     def permits(self, sequence: SequenceData, token_id: int) -> bool:
-        """Return whether a token may be sampled now."""
+        """Return whether a token may be sampled now; its grammar, if there is one, has a say too."""
+        guide = sequence.guide
+        if guide is not None and not sequence.held and not is_allowed(guide.mask, token_id):
+            return False
         return (not self.allowed or token_id in self.allowed) and token_id not in self.bans(sequence)

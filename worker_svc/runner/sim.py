@@ -18,8 +18,18 @@ from octavo.steptimes import StepTimes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from worker_svc.errors import NothingAllowed
+from worker_svc.grammar.backend import allowed_ids
+from worker_svc.grammar.guide import Guide
 from worker_svc.models.text import ModelText
-from worker_svc.runner.base import BlockCopy, LoadedModel, Row, SequenceData, StepBatch, StepResult
+from worker_svc.runner.base import (
+    BlockCopy,
+    LoadedModel,
+    Row,
+    SequenceData,
+    StepBatch,
+    StepResult,
+    guided_rows,
+)
 from worker_svc.runner.restrictions import Restrictions
 
 BUILT_IN: Final = "sim"
@@ -43,8 +53,9 @@ _MASK: Final = 2**64 - 1
 class SimRunner:
     """Sleeps for as long as a step would take.
 
-    A token is a pure function of (seed, choice, position, previous token): batches, chunks, restarts
-    and moves change nothing. End-of-sequence tokens never come up; requests end by max_tokens.
+    A token is a pure function of (seed, choice, position, previous token) and of what a grammar allows:
+    batches, chunks, restarts and moves change nothing. End-of-sequence tokens come up only where a grammar
+    may end; other requests end by max_tokens.
     """
 
     def __init__(
@@ -81,8 +92,6 @@ class SimRunner:
 
     def supports(self, sampling: SamplingParams) -> str | None:
         """Refuse what would need a model."""
-        if sampling.structured is not None:
-            return "structured output: simulated tokens follow no grammar"
         if sampling.logprobs is not None or sampling.logprob_token_ids:
             return "logprobs: simulated tokens have no probabilities"
         if sampling.prompt_logprobs is not None:
@@ -92,30 +101,35 @@ class SimRunner:
     def execute(self, batch: StepBatch) -> StepResult:
         """Sleep, then make up the tokens."""
         self._sleep(self._times.seconds(*self._load_of(batch)) / self._speed)
-        result = StepResult({}, {})
+        guides, unguided = guided_rows(batch.rows)
+        result = StepResult({}, {}, unguided)
         for row in batch.rows:
             sequence = row.sequence
-            if row.sample:
+            if row.sample and sequence.handle not in unguided:
                 position = row.start + row.num_tokens
                 noise = _noise(
                     sequence.sampling.seed or 0, sequence.choice, position, sequence.token_ids[position - 1]
                 )
-                result.token_ids[sequence.handle] = self._token(sequence, noise)
+                token_id = self._token(sequence, guides.get(sequence.handle), noise)
+                result.token_ids[sequence.handle] = token_id
             if row.pooled is not None:
                 result.pooled[sequence.handle] = _vector(row, row.pooled)
         return result
 
-    def _token(self, sequence: SequenceData, noise: int) -> int:
+    def _token(self, sequence: SequenceData, guide: Guide | None, noise: int) -> int:
+        tokens: Seq[int] = self._vocabulary if guide is None else allowed_ids(guide.mask).tolist()
         sampling = sequence.sampling
-        if not (sampling.allowed_token_ids or sampling.bad_words_token_ids):
-            return self._vocabulary[noise % len(self._vocabulary)]
-        restrictions = Restrictions(sampling, (), self._info.vocab_size)
-        tokens = restrictions.allowed or self._vocabulary
-        banned = restrictions.bans(sequence)
-        left = [token_id for token_id in tokens if token_id not in banned]
-        if not left:
+        if sampling.allowed_token_ids or sampling.bad_words_token_ids:
+            restrictions = Restrictions(sequence, (), self._info.vocab_size)
+            if restrictions.allowed:
+                # Without a grammar also those that end.
+                permitted = set(restrictions.allowed if guide is None else tokens)
+                tokens = [token_id for token_id in restrictions.allowed if token_id in permitted]
+            banned = restrictions.bans(sequence)
+            tokens = [token_id for token_id in tokens if token_id not in banned]
+        if not tokens:
             raise NothingAllowed((sequence.handle,))
-        return left[noise % len(left)]
+        return tokens[noise % len(tokens)]
 
     def copy_to_host(self, copies: Seq[BlockCopy]) -> None:
         """Sleep for as long as the copies would take."""

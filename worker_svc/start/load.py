@@ -7,7 +7,9 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
+import structlog
 from octavo.steptimes import StepTimes, StepTimesError
 
 from worker_svc.config import WorkerSettings
@@ -15,11 +17,16 @@ from worker_svc.engine.engine import EngineConfig, WorkerEngine
 from worker_svc.engine.faults import Fault, FaultKind, Faults, FaultyRunner
 from worker_svc.engine.loop import Loaded
 from worker_svc.errors import InvalidSettings
+from worker_svc.grammar.backend import GrammarError
+from worker_svc.grammar.guide import Grammars
+from worker_svc.grammar.xgrammar_backend import Vocabulary
 from worker_svc.models.files import ModelFormat, ResolvedModel
 from worker_svc.models.progress import Progress
 from worker_svc.runner.base import LoadedModel, ModelRunner
 from worker_svc.start.limits import limits_of
 from worker_svc.start.sizing import size
+
+log = structlog.get_logger(__name__)
 
 
 def load(settings: WorkerSettings, progress: Progress) -> Loaded:
@@ -61,12 +68,35 @@ def build(settings: WorkerSettings, runner: ModelRunner) -> Loaded:
         pin_budget_blocks=geometry.pin_budget_blocks,
         check_integrity=settings.process.check_integrity,
     )
+    grammars = grammars_of(info)
+    loaded = partial(
+        Loaded,
+        info=info,
+        geometry=geometry,
+        max_model_len=sizing.max_model_len,
+        limits=limits,
+        grammars=grammars,
+    )
     if not settings.process.enable_faults:
-        return Loaded(WorkerEngine(runner, config), info, geometry, sizing.max_model_len, limits)
+        return loaded(WorkerEngine(runner, config, grammars=grammars))
     poison = settings.process.poison_token
     faults = Faults([] if poison is None else [Fault(FaultKind.CRASH, token_id=poison)])
-    engine = WorkerEngine(FaultyRunner(runner, faults, ProcessFaults()), config, faults)
-    return Loaded(engine, info, geometry, sizing.max_model_len, limits, faults)
+    engine = WorkerEngine(FaultyRunner(runner, faults, ProcessFaults()), config, faults, grammars)
+    return loaded(engine, faults=faults)
+
+
+def grammars_of(info: LoadedModel) -> Grammars | None:
+    """Return what holds output to grammars, or None where that cannot be done; the log says why."""
+    text = info.text
+    tokenizer = text.tokenizer_files["tokenizer.json"].decode()
+    try:
+        grammars = Grammars(Vocabulary(tokenizer, info.vocab_size, text.eos_token_ids))
+    except GrammarError as error:
+        log.warning("no_structured_output", problem=str(error))
+        return None
+    if info.runner != "sim":
+        grammars.warm_up()
+    return grammars
 
 
 def _named(info: LoadedModel, names: tuple[str, ...]) -> LoadedModel:

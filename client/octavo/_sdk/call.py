@@ -83,7 +83,6 @@ class Call:
         "_outputs",
         "_request",
         "accepted",
-        "attempts",
         "done",
         "embedding",
         "ends_to_come",
@@ -103,8 +102,6 @@ class Call:
         self.prompt_logprobs: list[TokenLogprobs] = []
         """As far as they have come; whole before the first output."""
         self.embedding: tuple[float, ...] = ()
-        self.attempts = 0
-        """Times that it was sent."""
         self.ends_to_come = 0
         """Choices of which the server that has it will still tell the end."""
         self.done = False
@@ -152,7 +149,6 @@ class Call:
 
     def to_send(self, now: float) -> pb.GenerateRequest:
         """Return the request, or what is left of it after the output so far and the time gone by."""
-        self.attempts += 1
         self.ends_to_come = len(self._outputs)
         request = self._request
         if self.accepted is None and not self._bounds:
@@ -296,8 +292,9 @@ class Call:
             tuple(output.choice(index) for index, output in enumerate(self._outputs)),
             None if self.accepted is None else self.accepted.seed,
             None if self.accepted is None else self.accepted.level,
-            tuple(self.prompt_logprobs),
-            self.embedding,
+            self.accepted is not None and self.accepted.in_reasoning,
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            embedding=self.embedding,
         )
 
 

@@ -22,6 +22,8 @@ from octavo._sdk.wire import error_info
 from octavo.errors import ErrorInfo, InvalidRequestError, OctavoError, UnavailableError, error_of
 from octavo.protocol.bounds import MAX_MESSAGE_BYTES
 from octavo.protocol.proxy import proxy_options
+from octavo.service.address import split_scheme
+from octavo.service.tls import Tls, TlsFiles, tls_for
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
@@ -67,6 +69,9 @@ _PLAIN_WORDS: Final = {
     "no route to host": "no route to host",
     "dns resolution": "no such host",
     "name resolution": "no such host",
+    "certificate_verify_failed": "its certificate is by no authority of tls_ca, or not of this name",
+    "socket closed": "it closed the connection: it may want TLS, or another certificate than was presented",
+    "wrong_version_number": "it does not speak TLS",
 }
 _T = TypeVar("_T")
 
@@ -121,14 +126,35 @@ def parse_endpoints(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _endpoint(text: str) -> str:
-    if text.startswith(_SCHEMES):
+    _, place = split_scheme(text)
+    scheme = text[: text.index(place)] if place else ""
+    if place.startswith(_SCHEMES):
         return text
-    host, colon, port = text.rpartition(":")
-    if not colon or (text.startswith("[") and text.endswith("]")):
-        host, port = text, DEFAULT_ENDPOINT.rpartition(":")[2]
-    if "://" in text or "/" in text or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    host, colon, port = place.rpartition(":")
+    if not colon or (place.startswith("[") and place.endswith("]")):
+        host, port = place, DEFAULT_ENDPOINT.rpartition(":")[2]
+    if "/" in place or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InvalidRequestError.of_fields(("endpoint", f"must be host:port, got {text!r}"))
-    return f"{host}:{port}"
+    return f"{scheme}{host}:{port}"
+
+
+def parse_tls(given: Tls | None) -> Tls | None:
+    """Return how to connect: as was given, or as the environment says, if it does.
+
+    Raises:
+        InvalidRequestError: a file cannot be read.
+    """
+    tls = given or Tls.from_environment()
+    if tls is not None:
+        try:
+            tls.read()
+        except OSError as error:
+            raise InvalidRequestError.of_fields(("tls", f"{error.filename}: {error.strerror}")) from None
+    return tls
+
+
+def _target(endpoint: str) -> str:
+    return split_scheme(endpoint)[1]
 
 
 def parse_api_key(given: str | None) -> str | None:
@@ -152,8 +178,9 @@ def check_api_key(key: str) -> None:
 class Endpoints:
     """Schedulers in order of preference; one that failed goes to the end of the line."""
 
-    def __init__(self, endpoints: Sequence[str], api_key: str | None = None) -> None:
+    def __init__(self, endpoints: Sequence[str], api_key: str | None = None, tls: Tls | None = None) -> None:
         self._order = list(endpoints)
+        self._tls = tls
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
         self._unary: Connection | None = None
         self._users: Counter[Connection] = Counter()
@@ -169,10 +196,11 @@ class Endpoints:
 
     def prefer(self, endpoint: str) -> bool:
         """Prefer an endpoint from now on, and return whether it is one of ours; others are never called."""
-        if endpoint not in self._order:
+        ours = next((one for one in self._order if _target(one) == _target(endpoint)), None)
+        if ours is None:
             return False
-        self._order.remove(endpoint)
-        self._order.insert(0, endpoint)
+        self._order.remove(ours)
+        self._order.insert(0, ours)
         return True
 
     async def dial(self) -> Connection:
@@ -218,7 +246,7 @@ class Endpoints:
 
     async def _try(self, endpoint: str) -> tuple[Connection, bool]:
         """Connect, and return whether the scheduler serves; the only one there is need not be asked."""
-        connection = await _dial(endpoint, self._metadata)
+        connection = await self._dial(endpoint)
         return connection, len(self._order) == 1 or await _serves(connection)
 
     @staticmethod
@@ -238,20 +266,46 @@ class Endpoints:
     async def unary(self, call: Callable[[Connection], Awaitable[_T]], timeout_s: float) -> _T:
         """Make a call that may safely be made again; moves on from endpoints that are gone.
 
+        A connection may take longer than that to show that it is gone: then the others are still tried.
+
         Raises:
             OctavoError: the call failed, or nothing was reached within `timeout_s`.
         """
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + timeout_s
-        delay = 0.05
+        delay, attempts = 0.05, 0
         while True:
+            attempts += 1
             try:
                 return await self._use(self._unary or await self._keep(await self.dial()), call)
             except UnavailableError as error:
-                if error.reason not in _GONE or loop.time() + delay >= give_up_at:
+                is_late = loop.time() + delay >= give_up_at and attempts >= len(self)
+                if error.reason not in _GONE or is_late:
                     raise
             await asyncio.sleep(delay)
             delay = min(delay * 2, 1.0)
+
+    async def serving(self, timeout_s: float) -> bool:
+        """Return whether one of them takes requests; calls go to that one from now on.
+
+        The one that calls went to may have given its workers back to another, and answer all the same.
+
+        Raises:
+            OctavoError: the call failed, or nothing was reached within `timeout_s`.
+        """
+        if await self.unary(_is_serving, timeout_s):
+            return True
+        if len(self) == 1:
+            return False
+        connection = await self.dial()
+        if not await _serves(connection):
+            await connection.close()
+            return False
+        self.prefer(connection.endpoint)
+        left, self._unary = self._unary, connection
+        if left is not None and left not in self._users:
+            await left.close()
+        return True
 
     async def once(self, endpoint: str | None, call: Callable[[Connection], Awaitable[_T]]) -> _T:
         """Make a call that must reach the scheduler that is meant, and none in its place: one attempt.
@@ -262,11 +316,11 @@ class Endpoints:
         """
         if endpoint is not None:
             (endpoint,) = parse_endpoints([endpoint])
-        meant = self._order if endpoint is None else [one for one in self._order if one == endpoint]
+        meant = [one for one in self._order if endpoint is None or _target(one) == _target(endpoint)]
         if len(meant) != 1:
             problem = f"must name one of those of this client: {', '.join(sorted(self._order))}"
             raise InvalidRequestError.of_fields(("endpoint", problem))
-        connection = await _dial(meant[0], self._metadata)
+        connection = await self._dial(meant[0])
         try:
             return await call(connection)
         except grpc.aio.AioRpcError as error:
@@ -300,6 +354,14 @@ class Endpoints:
                 if self._unary is not connection:
                     await connection.close()
 
+    async def _dial(self, endpoint: str) -> Connection:
+        tls = tls_for(endpoint, self._tls)
+        try:
+            files = tls.read() if tls is not None else None
+        except OSError as error:
+            raise UnavailableError(f"cannot reach {endpoint}: {error.filename}: {error.strerror}") from None
+        return await _dial(endpoint, files, self._metadata)
+
     async def close(self) -> None:
         """Close the connection that `unary` keeps."""
         if self._unary is not None:
@@ -312,8 +374,12 @@ def channel_options(endpoint: str) -> list[tuple[str, int]]:
     return [*_OPTIONS, *proxy_options(endpoint)]
 
 
-async def _dial(endpoint: str, metadata: tuple[tuple[str, str], ...]) -> Connection:
-    channel = grpc.aio.insecure_channel(endpoint, options=channel_options(endpoint))
+async def _dial(endpoint: str, files: TlsFiles | None, metadata: tuple[tuple[str, str], ...]) -> Connection:
+    options, target = channel_options(endpoint), _target(endpoint)
+    if files is None:
+        channel = grpc.aio.insecure_channel(target, options=options)
+    else:
+        channel = grpc.aio.secure_channel(target, files.credentials(), options=options)
     connection = Connection(endpoint, channel, metadata)
     ready = False
     try:
@@ -335,13 +401,17 @@ async def _dial(endpoint: str, metadata: tuple[tuple[str, str], ...]) -> Connect
 
 async def _serves(connection: Connection) -> bool:
     """Return whether a scheduler takes requests: it has workers, and does not drain."""
+    try:
+        return await _is_serving(connection)
+    except grpc.aio.AioRpcError as error:
+        return error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def _is_serving(connection: Connection) -> bool:
     check = connection.channel.unary_unary(
         HEALTH_METHOD, request_serializer=bytes, response_deserializer=bytes
     )
-    try:
-        return bytes(await check(b"", timeout=_HEALTH_TIMEOUT_S)) == SERVING
-    except grpc.aio.AioRpcError as error:
-        return error.code() is grpc.StatusCode.UNIMPLEMENTED
+    return bytes(await check(b"", timeout=_HEALTH_TIMEOUT_S)) == SERVING
 
 
 async def _why(connection: Connection) -> str:

@@ -72,6 +72,11 @@ class Core:
         self._bind()
         return await self.endpoints.unary(call, self._patience.connect_s)
 
+    async def serving(self) -> bool:
+        """Return whether a scheduler takes requests; see `Endpoints.serving`."""
+        self._bind()
+        return await self.endpoints.serving(self._patience.connect_s)
+
     async def once(self, endpoint: str | None, call: Callable[[Connection], Awaitable[_T]]) -> _T:
         """Return the answer to a call that is for one scheduler; see `Endpoints.once`."""
         self._bind()

@@ -368,11 +368,13 @@ class Transport:
     def _may_try_elsewhere(self, call: Call, error: common_pb2.Error) -> bool:
         """Return whether an error is no reason to fail: the next scheduler, or this one soon, may take it.
 
-        A scheduler that drains is about to be replaced. One without a worker may have just been started,
-        or another one has its workers; a new request that has no other way to go need not wait for that.
+        A scheduler that drains is about to be replaced. One without a worker says when to ask again if it
+        expects any, as it does when it has just been started; or another one has its workers. A new request
+        that has no other way to go need not wait for what nobody expects.
         """
         if error.reason == "NO_WORKER":
-            return call.accepted is not None or call.attempts > 1 or len(self._endpoints) > 1
+            expected = error.HasField("retry_delay_ms")
+            return expected or call.accepted is not None or len(self._endpoints) > 1
         return error.reason == "DRAINING"
 
     def _move_away(self, stream: SessionStream, call: Call, info: ErrorInfo) -> None:
@@ -386,6 +388,8 @@ class Transport:
             self._calm_if_settled(stream)
             if not self._endpoints.prefer(info.metadata.get("endpoint", "")):
                 self._endpoints.demote(stream.connection.endpoint)
+            if len(self._endpoints) == 1:
+                self._delay_s = min(max(self._delay_s, info.retry_after_s or 0.0), _MAX_DELAY_S)
         error = UnavailableError(info.message, info)
         now = self._loop.time()
         if call.trouble_since is None:

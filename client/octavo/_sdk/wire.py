@@ -14,7 +14,7 @@ from octavo.keys import QUOTAS, Quotas
 from octavo.protocol.bounds import MAX_MESSAGE_BYTES
 from octavo.protocol.convert_sampling import sampling_to_proto
 from octavo.protocol.scalars import Scalars, given
-from octavo.protocol.steps import Pooling, Priority, TokenLogprobs
+from octavo.protocol.steps import FinishReason, Pooling, Priority, TokenLogprobs
 from octavo.sampling import OF_MODEL, SamplingParams
 from octavo.status import (
     HistoryPoint,
@@ -26,12 +26,17 @@ from octavo.status import (
     Rates,
     Status,
     TenantStatus,
+    TenantUsage,
+    UsagePeriod,
+    UsageReport,
     WorkerStatus,
 )
+from octavo.structured import of_response_format
 from octavo.types import (
     Accepted,
     BatchItem,
     ChatMessage,
+    GenerateResult,
     Messages,
     ModelInfo,
     Prompt,
@@ -147,7 +152,7 @@ def chat(messages: Messages, options: Mapping[str, Any]) -> pb.Chat:
         one = turn if isinstance(turn, ChatMessage) else _turn(index, turn)
         proto = message.messages.add()
         path = f"chat.messages[{index}]"
-        for name in ("role", "content", "name", "tool_call_id"):
+        for name in ("role", "content", "name", "tool_call_id", "reasoning"):
             value = getattr(one, name)
             if value is not None:
                 with naming(f"{path}.{name}"):
@@ -185,7 +190,8 @@ def _turn(index: int, turn: Mapping[str, Any]) -> ChatMessage:
 
 def _request(options: Mapping[str, Any]) -> pb.GenerateRequest:
     request = pb.GenerateRequest(return_token_ids=True)
-    unknown = options.keys() - _SAMPLING - {"sampling", "priority", "pooling", *_SECONDS, *_TERMS, *_PLAIN}
+    own = {"sampling", "response_format", "priority", "pooling", *_SECONDS, *_TERMS, *_PLAIN}
+    unknown = options.keys() - _SAMPLING - own
     if unknown:
         raise TypeError(f"unknown option {min(unknown)!r}")
     for name in _PLAIN:
@@ -210,6 +216,14 @@ def _request(options: Mapping[str, Any]) -> pb.GenerateRequest:
     return request
 
 
+def parsed(result: GenerateResult, options: Mapping[str, Any]) -> GenerateResult:
+    """Return a result with the instance that the options asked for."""
+    wanted: Any = options.get("response_format")
+    if result.finish_reason is not FinishReason.STOP or not hasattr(wanted, "model_validate_json"):
+        return result
+    return replace(result, parsed=wanted.model_validate_json(result.text))
+
+
 def _sampling(options: Mapping[str, Any]) -> SamplingParams | None:
     given = {name: options[name] for name in _SAMPLING & options.keys() if options[name] is not None}
     if isinstance(given.get("stop"), str):
@@ -218,6 +232,11 @@ def _sampling(options: Mapping[str, Any]) -> SamplingParams | None:
         given[name] = tuple(given[name])
     if "bad_words_token_ids" in given:
         given["bad_words_token_ids"] = tuple(map(tuple, given["bad_words_token_ids"]))
+    if (wanted := options.get("response_format")) is not None:
+        try:
+            given["structured"] = of_response_format(wanted)
+        except ValueError as error:
+            raise InvalidRequestError.of_fields(("response_format", str(error))) from None
     sampling: SamplingParams | None = options.get("sampling")
     if given:
         sampling = replace(sampling or SamplingParams(), **given)
@@ -307,6 +326,7 @@ def accepted(message: pb.Accepted) -> Accepted:
         seed=message.seed,
         trimmed_tokens=message.trimmed_tokens,
         clamped_max_tokens=given(message, "clamped_max_tokens"),
+        in_reasoning=message.in_reasoning,
     )
 
 
@@ -361,6 +381,8 @@ def model_info(message: pb.Model) -> ModelInfo:
         workers=message.workers,
         generation_defaults=_defaults(message.generation_defaults),
         aliases=tuple(message.aliases),
+        tool_format=message.tool_format,
+        reasoning_format=message.reasoning_format,
     )
 
 
@@ -415,6 +437,27 @@ def status(message: operations_pb2.Status) -> Status:
         rank=message.rank,
         endpoint=message.endpoint,
         standby=given(message, "standby"),
+        idle_device_s=message.idle_device_s,
+        unassigned_device_s=message.unassigned_device_s,
+    )
+
+
+def usage_report(message: operations_pb2.GetUsageResponse) -> UsageReport:
+    """Convert."""
+    return UsageReport(tuple(map(_usage_period, message.minutes)), given(message, "price_per_gpu_hour"))
+
+
+def _usage_period(message: operations_pb2.UsageMinute) -> UsagePeriod:
+    tenants = (
+        TenantUsage(one.tenant, one.requests, one.prompt_tokens, one.output_tokens, one.device_s)
+        for one in message.tenants
+    )
+    return UsagePeriod(
+        message.from_unix_ms / 1000,
+        message.until_unix_ms / 1000,
+        tuple(tenants),
+        message.idle_device_s,
+        message.unassigned_device_s,
     )
 
 

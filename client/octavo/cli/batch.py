@@ -76,6 +76,7 @@ async def _run(
     client = AsyncClient(
         arguments.endpoint,
         api_key=request.key_of(arguments),
+        tls=request.tls_of(arguments),
         connect_timeout=arguments.connect_timeout,
         reconnect_timeout=arguments.reconnect_timeout,
     )

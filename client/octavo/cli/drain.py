@@ -8,7 +8,6 @@ from typing import Final
 
 from octavo._sdk.channel import parse_endpoints
 from octavo.cli import output, request
-from octavo.client import Client
 from octavo.errors import InvalidRequestError, OctavoError, UnavailableError
 from octavo.types import DrainResult
 
@@ -44,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidRequestError.of_fields(("endpoint", problem))
     else:
         endpoint = endpoints[0]
-        with _client(arguments, endpoint) as client:
+        with request.connect(arguments, endpoint) as client:
             drained = client.drain(grace=arguments.grace)
     if arguments.json:
         print(output.to_json(drained))
@@ -60,7 +59,7 @@ def _drain_worker(arguments: argparse.Namespace, endpoints: tuple[str, ...]) -> 
     failure: OctavoError | None = None
     for endpoint in endpoints:
         try:
-            with _client(arguments, endpoint) as client:
+            with request.connect(arguments, endpoint) as client:
                 return endpoint, client.drain(arguments.worker)
         except OctavoError as error:
             if error.reason != "UNKNOWN_WORKER" and not isinstance(error, UnavailableError):
@@ -74,7 +73,7 @@ def _wait(arguments: argparse.Namespace, endpoint: str) -> None:
     """Return when the worker has nothing to run, or the scheduler is gone."""
     while True:
         try:
-            with _client(arguments, endpoint, _LOOK_EVERY_S) as client:
+            with request.connect(arguments, endpoint, _LOOK_EVERY_S) as client:
                 status = client.status()
         except UnavailableError:
             return
@@ -83,8 +82,3 @@ def _wait(arguments: argparse.Namespace, endpoint: str) -> None:
             if not running.get(arguments.worker):
                 return
         time.sleep(_LOOK_EVERY_S)
-
-
-def _client(arguments: argparse.Namespace, endpoint: str, patience_s: float | None = None) -> Client:
-    timeout_s = arguments.connect_timeout if patience_s is None else patience_s
-    return Client(endpoint, api_key=request.key_of(arguments), connect_timeout=timeout_s)

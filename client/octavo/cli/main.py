@@ -40,11 +40,15 @@ COMMANDS: Final = {
     "chat": ("octavo.cli.chat", "talk to a model"),
     "batch": ("octavo.cli.batch", "run a file of requests, for throughput"),
     "status": ("octavo.cli.status", "show what a scheduler is doing"),
+    "explain": ("octavo.cli.explain", "say where the time of a request went, and what held it up"),
+    "usage": ("octavo.cli.usage", "say who has used the devices, and what that costs, as CSV"),
     "pin": ("octavo.cli.pins", "keep a prefix in KV memory, whatever the load"),
     "unpin": ("octavo.cli.pins", "let a pinned prefix go"),
     "drain": ("octavo.cli.drain", "take a worker or a scheduler out of service, and let what runs end"),
     "audit": ("octavo.cli.audit", "have workers verify their books, while they serve"),
     "health": ("octavo.cli.health", "say whether a service takes work"),
+    "certs": ("octavo.cli.certs", "make certificates for TLS, and an authority for them"),
+    "keys": ("octavo.cli.keys", "add, list, revoke and rotate API keys in a key file"),
     "doctor": ("octavo.cli.doctor", "look whether Octavo would run on this machine, and what to do if not"),
 }
 # Commands of rooms above this one: what an installation must hold for them, and what they do. Their modules

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from octavo.cli import output
 from octavo.client import Client
 from octavo.errors import InvalidRequestError
-from octavo.sampling import SCALARS
+from octavo.sampling import SCALARS, StructuredOutput
+from octavo.service.tls import Tls
 from octavo.types import Delta, GenerateResult
 
 # Flag -> type, what it does. Names are those of the SDK's options.
@@ -38,6 +40,7 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file that holds the API key and nothing else (default: the key is in $OCTAVO_API_KEY)",
     )
+    add_tls(parser)
     parser.add_argument(
         "--connect-timeout",
         type=float,
@@ -47,25 +50,51 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_tls(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name the files of TLS."""
+    for name, what in (
+        ("ca", "authorities by which the service is checked, in PEM; makes every endpoint speak TLS"),
+        ("cert", "certificate to present, in PEM"),
+        ("key", "its private key"),
+    ):
+        variable = f"OCTAVO_TLS_{name.upper()}"
+        parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=f"{what} (default: ${variable})")
+
+
+def tls_of(arguments: argparse.Namespace) -> Tls | None:
+    """Return what the flags and the environment say of TLS, if they say anything."""
+    given = {name: getattr(arguments, f"tls_{name}") for name in ("ca", "cert", "key")}
+    given = {name: path for name, path in given.items() if path is not None}
+    return replace(Tls.from_environment() or Tls(), **given) if given else None
+
+
 def key_of(arguments: argparse.Namespace) -> str | None:
     """Return the API key in the file that was named; None leaves it to the environment.
 
     Raises:
         InvalidRequestError: the file cannot be read.
     """
-    if arguments.api_key_file is None:
-        return None
+    return None if arguments.api_key_file is None else _text_of("api_key_file", arguments.api_key_file)
+
+
+def _text_of(field: str, path: Path) -> str:
     try:
-        text: str = arguments.api_key_file.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise InvalidRequestError.of_fields(("api_key_file", f"{arguments.api_key_file}: {why}")) from None
-    return text
+        raise InvalidRequestError.of_fields((field, f"{path}: {why}")) from None
 
 
-def connect(arguments: argparse.Namespace) -> Client:
-    """Return a client for the service that the arguments name."""
-    return Client(arguments.endpoint, api_key=key_of(arguments), connect_timeout=arguments.connect_timeout)
+def connect(
+    arguments: argparse.Namespace, endpoint: str | None = None, timeout_s: float | None = None
+) -> Client:
+    """Return a client for the service that the arguments name, or for another endpoint."""
+    return Client(
+        endpoint or arguments.endpoint,
+        api_key=key_of(arguments),
+        tls=tls_of(arguments),
+        connect_timeout=arguments.connect_timeout if timeout_s is None else timeout_s,
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -78,12 +107,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of text")
     group.add_argument("--priority", choices=("interactive", "standard", "batch"), help="class of service")
+    constraints = parser.add_argument_group("constraint on the output").add_mutually_exclusive_group()
+    constraints.add_argument("--json-object", action="store_true", help="any JSON object")
+    constraints.add_argument(
+        "--json-schema", type=Path, metavar="FILE", help="JSON that follows the schema in this file"
+    )
+    constraints.add_argument("--regex", metavar="PATTERN", help="a text that the pattern matches as a whole")
+    constraints.add_argument(
+        "--choice", action="append", metavar="TEXT", help="one of these texts; may be repeated"
+    )
+    constraints.add_argument(
+        "--grammar", type=Path, metavar="FILE", help="a text of the grammar (GBNF) in this file"
+    )
+
+
+def _structured(arguments: argparse.Namespace) -> StructuredOutput | None:
+    """Return the constraint that was given, if any; raises InvalidRequestError for a file that is none."""
+    if arguments.json_object:
+        return StructuredOutput(json_object=True)
+    if arguments.json_schema is not None:
+        return StructuredOutput(json_schema=_text_of("json_schema", arguments.json_schema), strict=True)
+    if arguments.regex is not None:
+        return StructuredOutput(regex=arguments.regex)
+    if arguments.choice is not None:
+        return StructuredOutput(choice=tuple(arguments.choice))
+    if arguments.grammar is not None:
+        return StructuredOutput(grammar=_text_of("grammar", arguments.grammar))
+    return None
 
 
 def options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options that were given."""
     names = ("model", "stop", "ignore_eos", "priority", *(name for name, _, _ in _NUMBERS))
     given = {name: getattr(arguments, name) for name in names}
+    given["structured"] = _structured(arguments)
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -141,15 +141,19 @@ def run(arguments: argparse.Namespace) -> int:
     settings_class = load_settings(name)
     try:
         settings = settings_class.load(given)
+        code: int = _entry(name)(settings)
     except import_module("octavo.service.settings").SettingsError as error:
         output.fail(str(error))
         return 2
+    return code
+
+
+def _entry(name: str) -> Any:
+    """Return what runs a service; exits with advice when its extra is not installed."""
     try:
-        serve = import_module(_SERVICES[name][2]).run
+        return import_module(_SERVICES[name][2]).run
     except ModuleNotFoundError as error:
         _missing(name, error)
-    code: int = serve(settings)
-    return code
 
 
 def load_settings(name: str) -> Any:

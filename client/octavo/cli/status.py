@@ -112,7 +112,8 @@ def show(status: Status, points: Sequence[HistoryPoint] | None = None) -> str:
     if status.rss_bytes >= status.max_rss_bytes > 0:
         mib = f"{status.rss_bytes >> 20} of {status.max_rss_bytes >> 20} MiB"
         lines.append(output.paint(f"memory  {mib}: new requests are refused", "red"))
-    lines += ["", _workers(status), *_holders(status), *_limits(status), *_models(status)]
+    lines += ["", _workers(status), *_devices(status)]
+    lines += [*_holders(status), *_limits(status), *_models(status)]
     if status.tenants and [tenant.tenant for tenant in status.tenants] != ["anonymous"]:
         lines += ["", _tenants(status)]
     if status.pins:
@@ -244,6 +245,7 @@ def _pins(status: Status) -> str:
 
 
 def _tenants(status: Status) -> str:
+    total_s = _device_s(status)
     rows = [
         (
             one.tenant,
@@ -254,11 +256,42 @@ def _tenants(status: Status) -> str:
             one.over_quota,
             one.prompt_tokens,
             one.output_tokens,
+            output.duration(one.device_s),
+            f"{one.device_s / total_s:.1%}" if total_s else "",
         )
         for one in status.tenants
     ]
-    header = ("TENANT", "WEIGHT", "LIVE", "WAITING", "ARRIVALS", "OVER QUOTA", "TOKENS IN", "OUT")
-    return output.table(header, rows, right=(1, 2, 3, 4, 5, 6, 7))
+    header = (
+        "TENANT",
+        "WEIGHT",
+        "LIVE",
+        "WAITING",
+        "ARRIVALS",
+        "OVER QUOTA",
+        "TOKENS IN",
+        "OUT",
+        "DEVICE",
+        "",
+    )
+    return output.table(header, rows, right=tuple(range(1, len(header))))
+
+
+def _device_s(status: Status) -> float:
+    """Return the time that devices were attached."""
+    used_s = sum(tenant.device_s for tenant in status.tenants)
+    return used_s + status.idle_device_s + status.unassigned_device_s
+
+
+def _devices(status: Status) -> list[str]:
+    """How much of their time the devices were of use."""
+    total_s = _device_s(status)
+    if not total_s:
+        return []
+    idle = f"{output.duration(status.idle_device_s)} ({status.idle_device_s / total_s:.0%})"
+    line = f"devices   {output.duration(total_s)} in all, idle for {idle}"
+    if status.unassigned_device_s:
+        line += f", {output.duration(status.unassigned_device_s)} for nobody"
+    return [line]
 
 
 def _of(limit: int | None) -> str:

@@ -17,6 +17,8 @@ from octavo.cli.demo import QUESTION
 from octavo.cli.services import load_settings
 from octavo.client import Client
 from octavo.errors import OctavoError
+from octavo.service.address import is_loopback
+from octavo.service.private import FOLDER_MODE
 from octavo.stack import Stack, StackConfig, StackError, free_port
 from octavo.supervisor import Supervisor
 
@@ -45,6 +47,11 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         "--workers", type=int, default=1, metavar="N", help="workers to run of each model (default: 1)"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="with a --host beyond loopback: serve in plaintext, to whoever reaches the ports",
+    )
     parser.add_argument(
         "--port", type=int, default=50051, help="port of the scheduler; 0 is any free one (default: 50051)"
     )
@@ -100,7 +107,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run until interrupted, or until a process dies again and again; return the exit code."""
+    """Run until interrupted; return the exit code."""
     if arguments.workers < 1:
         output.fail("--workers must be at least 1")
         return 2
@@ -139,7 +146,7 @@ def _serve(stack: Stack, ready_timeout_s: float) -> NoReturn:
     """Start everything, and keep it running until a signal comes.
 
     Raises:
-        StackError: it cannot start, or a process dies again and again.
+        StackError: it cannot start.
     """
     stack.start()
     output.note(f"starting, logs are in {stack.folder}")
@@ -182,8 +189,13 @@ def _stack(arguments: argparse.Namespace) -> Stack:
     """Return the stack that the flags describe.
 
     Raises:
-        _CannotBegin: an address or the folder of the logs cannot be used.
+        _CannotBegin: an address or the folder of the logs cannot be used, or everybody could use the stack.
     """
+    if not (is_loopback(arguments.host.strip("[]")) or arguments.insecure or _has_keys(arguments)):
+        raise _CannotBegin(
+            f"--host {arguments.host} lets other machines use the stack: give it keys "
+            "(--scheduler-arg=--key-file=FILE), or --insecure where the network is trusted"
+        )
     try:
         return Stack(
             StackConfig(
@@ -197,12 +209,18 @@ def _stack(arguments: argparse.Namespace) -> Stack:
                 worker_args=arguments.worker_arg,
                 gateway_port=arguments.gateway_port,
                 gateway_args=arguments.gateway_arg,
+                insecure=arguments.insecure,
                 metrics=arguments.metrics,
                 folder=arguments.logs or _log_folder(),
             )
         )
     except OSError as error:  # The folder of the logs has a name, an address has none.
         raise _CannotBegin(f"{error.filename or arguments.host}: {error.strerror}") from error
+
+
+def _has_keys(arguments: argparse.Namespace) -> bool:
+    flags = " ".join(arguments.scheduler_arg)
+    return "--key-file" in flags or bool(os.environ.get("OCTAVO_SCHEDULER_KEY_FILE"))
 
 
 def _port_or_none(text: str) -> int | None:
@@ -221,13 +239,13 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 def _log_folder() -> Path:
     """Return a new folder for this run's logs, and remove those of old runs."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "octavo" / "up"
-    state.mkdir(parents=True, exist_ok=True)
+    state.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
     old = sorted(
         (entry for entry in state.iterdir() if entry.is_dir()), key=lambda entry: entry.stat().st_mtime
     )
     for folder in old[: max(0, len(old) - _LOGS_KEPT + 1)]:
-        for log in folder.glob("*.log"):
-            log.unlink(missing_ok=True)
+        for file in (*folder.glob("*.log"), folder / "worker-secret"):
+            file.unlink(missing_ok=True)
         if not any(folder.iterdir()):
             folder.rmdir()
     return state / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")

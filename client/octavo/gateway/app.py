@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -22,12 +24,21 @@ from octavo.aio import AsyncClient, AsyncStream
 from octavo.errors import AccessDeniedError, OctavoError
 from octavo.gateway import translate
 from octavo.gateway.bodies import Bodies
+from octavo.gateway.chat_writer import ChatWriter
 from octavo.gateway.config import GatewaySettings
+from octavo.gateway.dialects import messages_body, responses_body
+from octavo.gateway.dialects.messages_body import CountTokensRequest, MessagesRequest
+from octavo.gateway.dialects.messages_writer import MessagesWriter
+from octavo.gateway.dialects.responses_body import ResponsesRequest
+from octavo.gateway.dialects.responses_writer import ResponsesWriter
 from octavo.gateway.documents import ERRORS, answers
+from octavo.gateway.embedding_writer import EmbeddingWriter
 from octavo.gateway.errors import Failure, GatewayError, failure_of, failure_of_validation
+from octavo.gateway.formats import Formats
 from octavo.gateway.key_check import KeyCheck
 from octavo.gateway.metrics import Metrics, Observation
 from octavo.gateway.responses import EventResponse, Job, JobResponse, WholeResponse
+from octavo.gateway.routes import ROUTES, WITH_BODY
 from octavo.gateway.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -35,10 +46,12 @@ from octavo.gateway.schemas import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from octavo.gateway.writers import ChatWriter, CompletionWriter, EmbeddingWriter, Head
+from octavo.gateway.writers import CompletionWriter, Head, Writer
+from octavo.parsing.output import OutputForm
 from octavo.protocol.bounds import short
 from octavo.service.loop_lag import LoopLag
 from octavo.service.memory import MemoryCeiling
+from octavo.service.security import client_tls
 from octavo.types import ChatMessage, ChatOptions, GenerateOptions, GenerateResult, ModelInfo, Prompt
 
 if TYPE_CHECKING:
@@ -89,6 +102,7 @@ class Gateway:
     def __init__(self, client: AsyncClient, settings: GatewaySettings) -> None:
         self._client = client
         self._write_timeout_s = settings.server.write_timeout_s
+        self._formats = Formats(client)
         self._started_at = int(time.time())
         self.metrics = Metrics()
 
@@ -114,12 +128,43 @@ class Gateway:
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> JobResponse:
         """Answer in a conversation."""
+        return await self._converse(body, request, "chatcmpl", partial(ChatWriter, body), {})
+
+    async def responses(self, body: ResponsesRequest, request: Request) -> JobResponse:
+        """Answer in a conversation, as OpenAI's newer API has it. Nothing is stored."""
+        return await self._converse(
+            responses_body.as_chat(body),
+            request,
+            "resp",
+            partial(ResponsesWriter, body),
+            responses_body.RENAMED,
+        )
+
+    async def messages(self, body: MessagesRequest, request: Request) -> JobResponse:
+        """Answer in a conversation, as Anthropic's API has it."""
+        return await self._converse(
+            messages_body.as_chat(body), request, "msg", MessagesWriter, messages_body.RENAMED
+        )
+
+    async def _converse(
+        self,
+        body: ChatRequest,
+        request: Request,
+        kind: str,
+        writer: Callable[[Head, OutputForm], Writer],
+        renamed: Mapping[str, str],
+    ) -> JobResponse:
+        """Answer a conversation in the words of some API."""
         chat = translate.chat_job(body, request.headers)
-        head, headers = await self._head("chatcmpl", body.model, request)
-        ask = ChatAsk(self._client, chat.messages, {**chat.options, "request_id": head.id})
-        observation = Observation(self.metrics, "chat_completions")
-        job = Job([ask], ChatWriter(body, head), body.n or 1, observation, self._write_timeout_s)
-        return self._respond(job, body, headers, head)
+        head, headers = await self._head(kind, body.model, request)
+        form = chat.tools.form(*await self._formats.of(body.model or ""))
+        options: ChatOptions = {**chat.options, "request_id": head.id}
+        if form.in_special_tokens:
+            options["keep_special_tokens"] = True
+        asks = [ChatAsk(self._client, chat.messages, options)]
+        observation = Observation(self.metrics, request.scope["route"].name)
+        job = Job(asks, writer(head, form), body.n or 1, observation, self._write_timeout_s)
+        return self._respond(job, body, headers, head, renamed)
 
     async def embeddings(self, body: EmbeddingRequest, request: Request) -> JobResponse:
         """Return the vectors of texts."""
@@ -138,9 +183,14 @@ class Gateway:
         return WholeResponse(job, headers)
 
     def _respond(
-        self, job: Job, body: CompletionRequest | ChatRequest, headers: Mapping[str, str], head: Head
+        self,
+        job: Job,
+        body: CompletionRequest | ChatRequest,
+        headers: Mapping[str, str],
+        head: Head,
+        renamed: Mapping[str, str] = MappingProxyType({}),
     ) -> JobResponse:
-        job.renamed = translate.renamed(body)
+        job.renamed = {**translate.renamed(body), **renamed}
         job.fields = {"request_id": head.id, "model": head.model, "stream": bool(body.stream)}
         if body.user is not None:
             job.fields["user"] = body.user
@@ -244,6 +294,15 @@ class Gateway:
             }
         )
 
+    async def count_tokens(self, body: CountTokensRequest, request: Request) -> Response:
+        """Return how many tokens the prompt of a message has."""
+        chat = translate.chat_job(messages_body.as_chat(body), request.headers)
+        key = translate.bearer_key(request.headers)
+        found = await self._client.tokenize_chat(
+            chat.messages, model=body.model, api_key=key, **chat.template
+        )
+        return JSONResponse({"input_tokens": len(found.token_ids)})
+
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
         """Return the text of tokens."""
         key = translate.bearer_key(request.headers)
@@ -278,6 +337,7 @@ def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> 
     client = client or AsyncClient(
         settings.scheduler.endpoint,
         api_key=settings.scheduler.own_key(),
+        tls=client_tls(settings.server),
         connect_timeout=settings.scheduler.connect_timeout_s,
         reconnect_timeout=settings.scheduler.reconnect_timeout_s,
     )
@@ -303,17 +363,10 @@ def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> 
 
 def _routes(gateway: Gateway) -> APIRouter:
     router = APIRouter(responses=ERRORS)
-    add = router.add_api_route
-    add("/v1/completions", gateway.completions, methods=["POST"], **answers("completion"))
-    add("/v1/chat/completions", gateway.chat_completions, methods=["POST"], **answers("chat"))
-    add("/v1/embeddings", gateway.embeddings, methods=["POST"], **answers("embeddings"))
-    add("/v1/models", gateway.models, methods=["GET"], **answers("models"))
-    add("/v1/models/{name:path}", gateway.model, methods=["GET"], **answers("model"))
-    add("/tokenize", gateway.tokenize, methods=["POST"], **answers("tokenize"))
-    add("/detokenize", gateway.detokenize, methods=["POST"], **answers("detokenize"))
-    add("/health", gateway.health, methods=["GET"], **answers("health"))
-    add("/version", gateway.version, methods=["GET"], **answers("version"))
-    add("/metrics", gateway.exposition, methods=["GET"], **answers("metrics"))
+    for route in ROUTES:
+        router.add_api_route(
+            route.path, getattr(gateway, route.handler), methods=[route.method], **answers(route)
+        )
     return router
 
 
@@ -368,6 +421,6 @@ class Refusals:
         # The name of a route, not what the client wrote: nobody shall make up labels.
         endpoint = getattr(request.scope.get("route"), "name", "unknown")
         self._metrics.requests.labels(endpoint, str(failure.status)).inc()
-        return Response(
-            failure.encoded(), failure.status, failure.all_headers(), media_type="application/json"
-        )
+        known = WITH_BODY.get(request.scope["path"])
+        body = failure.encoded(anthropic=known is not None and known.anthropic)
+        return Response(body, failure.status, failure.all_headers(), media_type="application/json")

@@ -16,6 +16,7 @@ from octavo.gateway.errors import Failure, GatewayError, busy, send_failure
 from octavo.gateway.json_bounds import JsonScale, TooDeep, TooHeavy
 from octavo.gateway.key_check import KeyCheck
 from octavo.gateway.metrics import Metrics
+from octavo.gateway.routes import WITH_BODY, Route
 from octavo.gateway.translate import bearer_key
 from octavo.protocol.bounds import short
 from octavo.service.memory import MemoryCeiling
@@ -24,14 +25,6 @@ MOST_DISCARDED: Final = 64 << 20
 """Of a body that was refused: most clients look for an answer only when they have sent theirs."""
 _MAX_DETOKENIZE: Final = 4 << 20
 _OTHER_UNICODE: Final = (b"\xff\xfe", b"\xfe\xff")
-ROUTES: Final[Mapping[str, str]] = {
-    "/v1/completions": "completions",
-    "/v1/chat/completions": "chat_completions",
-    "/v1/embeddings": "embeddings",
-    "/tokenize": "tokenize",
-    "/detokenize": "detokenize",
-}
-"""Paths that take a body -> what metrics call them. No other route reads one."""
 
 
 class Budget:
@@ -78,20 +71,38 @@ class Bodies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request at its headers, or while its body comes; else pass it on."""
-        endpoint = ROUTES.get(scope["path"]) if scope["type"] == "http" else None
-        if endpoint is None or scope["method"] != "POST":
-            await self._app(scope, receive, send)
+        route = WITH_BODY.get(scope["path"]) if scope["type"] == "http" else None
+        if route is None or scope["method"] != "POST":
+            refusal = await self._may_look(scope) if scope["type"] == "http" else None
+            if refusal is None:
+                await self._app(scope, receive, send)
+            else:
+                await self._refuse(send, route, refusal)
             return
         headers, peer = Headers(scope=scope), (scope["client"] or ("",))[0]
-        max_bytes = min(self._max_bytes, _MAX_DETOKENIZE) if endpoint == "detokenize" else self._max_bytes
+        max_bytes = self._max_bytes
+        if route.handler == "detokenize":
+            max_bytes = min(max_bytes, _MAX_DETOKENIZE)
         try:
             await self._check(headers, max_bytes)
             body = await self._read(receive, max_bytes, peer)
         except GatewayError as error:
-            await self._refuse(send, endpoint, error.failure)
+            await self._refuse(send, route, error.failure)
             return
         if body is not None:
             await self._app(scope, _replay(body, receive), send)
+
+    async def _may_look(self, scope: Scope) -> Failure | None:
+        """Return why a request without a body is refused, None when it is not."""
+        path = scope["path"]
+        if path == "/health" or path.startswith("/v1/models"):
+            # A probe has no key, and of models the scheduler tells only whom it may.
+            return None
+        try:
+            key = bearer_key(Headers(scope=scope))
+        except GatewayError as error:
+            return error.failure
+        return await self._keys.refusal_to_look(key, figures=path == "/metrics")
 
     async def _check(self, headers: Headers, max_bytes: int) -> None:
         """Refuse by what the headers say.
@@ -153,9 +164,10 @@ class Bodies:
             raise GatewayError(Failure(400, "the body must be JSON in UTF-8", "invalid_request", retry=False))
         return bytes(body)
 
-    async def _refuse(self, send: Send, endpoint: str, failure: Failure) -> None:
-        self._metrics.requests.labels(endpoint, str(failure.status)).inc()
-        await send_failure(send, failure)
+    async def _refuse(self, send: Send, route: Route | None, failure: Failure) -> None:
+        handler = route.handler if route is not None else "unknown"
+        self._metrics.requests.labels(handler, str(failure.status)).inc()
+        await send_failure(send, failure, anthropic=route is not None and route.anthropic)
 
 
 _CLOSE: Final = {"connection": "close"}

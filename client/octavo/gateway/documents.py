@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 
+from octavo.gateway.routes import Route
 from octavo.gateway.translate import DEGRADE_POLICIES, HEADERS, PRIORITIES
 
 
@@ -22,6 +23,20 @@ class ErrorAnswer(BaseModel):
     """An error, as OpenAI's."""
 
     error: ErrorBody
+
+
+class AnthropicErrorBody(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    """An error, as Anthropic's."""
+
+    type: Literal["error"]
+    error: AnthropicErrorBody
 
 
 class PromptTokensDetails(BaseModel):
@@ -70,7 +85,7 @@ PromptLogprobsAnswer = list[dict[str, PromptTokenAnswer] | None]
 
 class _ChoiceAnswer(BaseModel):
     index: int
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None
     token_ids: list[int] | None = None
 
@@ -115,12 +130,29 @@ class ChatLogprobsAnswer(BaseModel):
     refusal: None
 
 
+class CalledFunction(BaseModel):
+    """A function and its arguments, as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallAnswer(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class MessageAnswer(BaseModel):
-    """What the model says."""
+    """What the model says, what it thought before, and what it calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallAnswer] | None = None
 
 
 class ChatChoice(_ChoiceAnswer):
@@ -193,6 +225,37 @@ class ModelsAnswer(BaseModel):
     data: list[ModelAnswer]
 
 
+class ResponseAnswer(BaseModel):
+    """A response. `output` has items of the types reasoning, message and function_call."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class MessagesAnswer(BaseModel):
+    """A message. `content` has blocks of the types thinking, text and tool_use."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class TokenCountAnswer(BaseModel):
+    """Tokens of a prompt."""
+
+    input_tokens: int
+
+
 class TokenizeAnswer(BaseModel):
     """Tokens of an input."""
 
@@ -225,6 +288,9 @@ _ANSWERS: Final[dict[str, type[BaseModel]]] = {
     "completion": CompletionAnswer,
     "chat": ChatAnswer,
     "embeddings": EmbeddingsAnswer,
+    "response": ResponseAnswer,
+    "message": MessagesAnswer,
+    "token_count": TokenCountAnswer,
     "models": ModelsAnswer,
     "model": ModelAnswer,
     "tokenize": TokenizeAnswer,
@@ -232,7 +298,7 @@ _ANSWERS: Final[dict[str, type[BaseModel]]] = {
     "health": HealthAnswer,
     "version": VersionAnswer,
 }
-_GENERATING: Final = ("completion", "chat")
+_GENERATING: Final = ("completion", "chat", "response", "message")
 _SCHEDULED: Final = (*_GENERATING, "embeddings")
 
 ERRORS: Final[dict[int | str, dict[str, Any]]] = {
@@ -240,10 +306,12 @@ ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     "5XX": {"model": ErrorAnswer, "description": "the service failed, or cannot serve now"},
 }
 """What every route may answer."""
+ANTHROPIC_ERRORS: Final = {status: {**said, "model": AnthropicErrorAnswer} for status, said in ERRORS.items()}
 
 
-def answers(kind: str) -> dict[str, Any]:
+def answers(route: Route) -> dict[str, Any]:
     """Return what the document says of a route, as arguments of `add_api_route`."""
+    kind = route.answer
     if kind == "metrics":
         content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
         return {"responses": {200: {"content": content}}, "response_model": None}
@@ -251,6 +319,8 @@ def answers(kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {"responses": {200: answer}, "response_model": None}
     if kind == "health":
         found["responses"][503] = {"model": HealthAnswer}
+    if route.anthropic:
+        found["responses"] |= ANTHROPIC_ERRORS
     if kind in _GENERATING:
         answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
     if kind in _SCHEDULED:

@@ -52,6 +52,15 @@ _TYPES: Final[Mapping[int, str]] = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+_ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 # Codes that programs look for are OpenAI's; all others are our reasons in lower case.
 _CODES: Final[Mapping[str, str]] = {
     "UNKNOWN_MODEL": "model_not_found",
@@ -79,7 +88,7 @@ MAX_FAULTS: Final = 8
 """That are named; the others are found when those are mended."""
 _MAX_MESSAGE: Final = 1000
 # What pydantic calls the members of unions.
-_MEMBERS: Final = frozenset({"str", "int", "float", "list"})
+_MEMBERS: Final = frozenset({"str", "int", "float", "list", "NamedTool", "ChosenTool", "AllowedTools"})
 # Where the parts of a request came from, by their path in the proto.
 _PARAMS: Final[Mapping[str, str]] = {
     "text": "prompt",
@@ -119,13 +128,22 @@ class Failure:
         message = short(self.message, _MAX_MESSAGE)
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The body in the shape of Anthropic's API."""
+        kind = _ANTHROPIC_TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "api_error"
+        )
+        message = short(self.message, _MAX_MESSAGE)
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
     def with_headers(self, headers: Mapping[str, str]) -> Failure:
         """Return the same answer with more headers."""
         return replace(self, headers={**self.headers, **headers})
 
-    def encoded(self) -> bytes:
+    def encoded(self, *, anthropic: bool = False) -> bytes:
         """Return the body as JSON; what is no Unicode in it is replaced."""
-        return json.dumps(self.body, ensure_ascii=True).encode()
+        return json.dumps(self.anthropic_body if anthropic else self.body, ensure_ascii=True).encode()
 
     def all_headers(self) -> dict[str, str]:
         """Return the headers that tell when to try again."""
@@ -143,9 +161,9 @@ def busy(status: int, message: str, code: str) -> Failure:
     return Failure(status, message, code, retry_after_s=_DEFAULT_RETRY_S, retry=True)
 
 
-async def send_failure(send: Send, failure: Failure) -> None:
+async def send_failure(send: Send, failure: Failure, *, anthropic: bool = False) -> None:
     """Send a failure as the whole answer."""
-    body = failure.encoded()
+    body = failure.encoded(anthropic=anthropic)
     pairs = {"content-type": "application/json", "content-length": str(len(body)), **failure.all_headers()}
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs.items()]
     await send({"type": "http.response.start", "status": failure.status, "headers": raw})
@@ -185,6 +203,9 @@ def failure_of(error: OctavoError, renamed: Mapping[str, str] | None = None) -> 
         message = "; ".join(f"{name}: {what}" for name, what in said)
     elif error.reason == "UNKNOWN_MODEL":
         param = "model"
+    elif error.reason == "INVALID_GRAMMAR":
+        param = names["sampling.structured"]
+        message = message.replace("sampling.structured", param)
     elif isinstance(error, UnsupportedError):
         param = _param_in(message, names)
         message = f"{param}: {message}" if param is not None and param not in message else message

@@ -17,7 +17,7 @@ from typing import Final
 from octavo.aio import AsyncClient
 from octavo.errors import AccessDeniedError, ErrorInfo, OctavoError
 from octavo.gateway.errors import Failure, failure_of
-from octavo.keys import is_key
+from octavo.keys import may_be_key
 
 _GOOD_S: Final = 10.0
 _BAD_S: Final = 2.0
@@ -43,6 +43,8 @@ class KeyCheck:
         self._clock = clock
         self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
         self._asked: dict[bytes, asyncio.Task[Failure | None]] = {}
+        self._wanted = False
+        """A scheduler has refused somebody for a key."""
         self._places = asyncio.Semaphore(_MAX_ASKING)
 
     async def refusal(self, key: str) -> Failure | None:
@@ -53,29 +55,43 @@ class KeyCheck:
         without_key = await self._ask(NO_KEY)
         if key == NO_KEY or without_key is None or without_key.status >= 500:
             return without_key
-        if not is_key(key):
+        if not may_be_key(key):
             return _BAD_KEY
         return await self._ask(key)
 
-    async def _ask(self, key: str) -> Failure | None:
-        name = hashlib.sha256(key.encode()).digest()
+    async def refusal_to_look(self, key: str, *, figures: bool) -> Failure | None:
+        """Return why somebody may not see what is not the scheduler's to tell, None when they may.
+
+        Metrics (`figures`) are for keys that may see the status, the rest is for any key. Where it is not
+        known whether keys are wanted, as before a scheduler is reached, everybody may see it.
+        """
+        without_key = await self._ask(NO_KEY)
+        if without_key is None or (without_key.status >= 500 and not self._wanted):
+            return None
+        if key == NO_KEY or not may_be_key(key):
+            return without_key if key == NO_KEY else _BAD_KEY
+        return await self._ask(key, figures=figures)
+
+    async def _ask(self, key: str, *, figures: bool = False) -> Failure | None:
+        name = hashlib.sha256(f"{figures}:{key}".encode()).digest()
         known = self._answers.get(name)
         if known is not None and self._clock() < known.fresh_until:
             self._answers.move_to_end(name)
             return known.refusal
         asked = self._asked.get(name)
         if asked is None:
-            asked = self._asked[name] = asyncio.create_task(self._ask_scheduler(name, key))
+            asked = self._asked[name] = asyncio.create_task(self._ask_scheduler(name, key, figures))
             asked.add_done_callback(lambda _: self._asked.pop(name))
         return await asyncio.shield(asked)
 
-    async def _ask_scheduler(self, name: bytes, key: str) -> Failure | None:
+    async def _ask_scheduler(self, name: bytes, key: str, figures: bool) -> Failure | None:
         refusal: Failure | None = None
         try:
             async with self._places, asyncio.timeout(_PATIENCE_S):
-                await self._client.models(api_key=key)
+                await (self._client.status if figures else self._client.models)(api_key=key)
         except AccessDeniedError as error:
             refusal = failure_of(error)
+            self._wanted = True
         except TimeoutError:
             return self._last_known(name, _NO_ANSWER)
         except OctavoError as error:

@@ -24,6 +24,8 @@ from octavo.gateway.config import GatewaySettings
 from octavo.gateway.connections import RESERVED, Connections, Protocol, Timeouts
 from octavo.protocol.proxy import proxy_of
 from octavo.service.descriptors import descriptor_limit, raise_limit
+from octavo.service.memory import return_what_is_freed
+from octavo.service.security import server_tls
 from octavo.service.settings import ServerSection
 
 _log = structlog.get_logger()
@@ -55,10 +57,12 @@ def run(settings: GatewaySettings) -> int:
     """Serve until told to stop; return the exit code."""
     settings.start_logging()
     raise_limit()
+    return_what_is_freed()
     sys.set_int_max_str_digits(_MAX_DIGITS)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped library
     # Its access log would be a second line for each request; its errors are ours to tell.
     logging.getLogger("uvicorn.access").disabled = True
+    tls = server_tls(settings.server)
     try:
         app = create_app(settings)
     except (OSError, UnicodeError, InvalidRequestError) as error:
@@ -74,11 +78,21 @@ def run(settings: GatewaySettings) -> int:
         )
         return EXIT_ADDRESS_TAKEN
     host, port = listener.getsockname()[:2]
-    _log.info("gateway_listening", address=f"{host}:{port}", endpoint=settings.scheduler.endpoint)
+    _log.info(
+        "gateway_listening",
+        address=f"{host}:{port}",
+        tls=tls is not None,
+        endpoint=settings.scheduler.endpoint,
+    )
     for endpoint in parse_endpoints(settings.scheduler.endpoint):
         if (proxy := proxy_of(endpoint)) is not None:
             _log.info("scheduler_through_proxy", endpoint=endpoint, proxy=proxy)
-    server = Server(server_config(app, settings))
+    config = server_config(app, settings)
+    if tls is not None:
+        # Before it is loaded uvicorn makes a context of its own, from files that it reads once.
+        config.load()
+        config.ssl = tls.ssl_context()
+    server = Server(config)
     # What is there now stays: the collector need not look at it again and again.
     gc.freeze()
     server.run(sockets=[listener])

@@ -21,7 +21,7 @@ from octavo.aio import AsyncStream
 from octavo.errors import OctavoError
 from octavo.gateway.errors import LEVEL_HEADER, Failure, GatewayError, failure_of
 from octavo.gateway.metrics import Observation
-from octavo.gateway.writers import EmbeddingWriter, Writer, event
+from octavo.gateway.writers import WholeWriter, Writer
 from octavo.types import Accepted, GenerateResult, Usage
 
 _log = structlog.get_logger()
@@ -58,7 +58,7 @@ class Job:
     """A request of HTTP: a request of the service for each prompt, and the writer of the answer."""
 
     asks: Sequence[Ask]
-    writer: Writer | EmbeddingWriter
+    writer: WholeWriter
     num_choices: int
     """Of each prompt."""
     observation: Observation
@@ -127,11 +127,11 @@ class JobResponse(Response, ABC):
 
     async def _fail(self, failure: Failure, send: Send) -> int:
         if self._started:
-            # The status line is gone. Clients take this event for an error.
+            # The status line is gone.
             self._job.fields["failed"] = failure.code
-            await self._write(send, event(failure.body), more=False)
+            await self._write(send, self._job.writer.failed(failure), more=False)
         else:
-            body = failure.encoded()
+            body = self._job.writer.refusal(failure)
             headers = {**_JSON, "content-length": str(len(body)), **failure.all_headers()}
             await self._begin(send, failure.status, headers)
             await self._write(send, body, more=False)
@@ -170,7 +170,7 @@ class WholeResponse(JobResponse):
         results = await _all(ask.whole() for ask in job.asks)
         usages = [result.usage for result in results]
         job.observation.whole(results)
-        body = job.writer.answer(results)
+        body = job.writer.whole(results)
         headers = {**_JSON, "content-length": str(len(body)), **degradation_headers(usages)}
         await self._begin(send, 200, headers | level_header(result.level for result in results))
         await self._write(send, body, more=False)
@@ -215,7 +215,10 @@ class EventResponse(JobResponse):
             job.observation.output(progress.deltas)
             accepted = stream.accepted
             prompt_tokens = accepted.prompt_tokens if accepted is not None else 0
-            await self._write(send, writer.events(progress, first_choice, prompt_tokens), more=True)
+            in_reasoning = accepted is not None and accepted.in_reasoning
+            events = writer.events(progress, first_choice, prompt_tokens, in_reasoning=in_reasoning)
+            if events:
+                await self._write(send, events, more=True)
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:

@@ -12,9 +12,14 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from octavo.gateway.errors import CONFLICT, MAX_FAULTS, UNKNOWN, UNSUPPORTED
+from octavo.gateway.errors import MAX_FAULTS
+from octavo.gateway.strict import EMPTY as _EMPTY
+from octavo.gateway.strict import FALSE as _FALSE
+from octavo.gateway.strict import MAX_TOOLS, Strict
+from octavo.gateway.strict import NOTHING as _NOTHING
+from octavo.gateway.strict import conflict as _conflict
+from octavo.gateway.tools import ToolChoice, Tools
 from octavo.protocol.bounds import MAX_ORDER
 from octavo.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -35,7 +40,6 @@ MAX_INPUTS: Final = 2048
 """Of a request for embeddings, as OpenAI has it."""
 MAX_MESSAGES: Final = 4096
 MAX_PARTS: Final = 4096
-MAX_TOOLS: Final = 1024
 DEFAULT_COMPLETION_TOKENS: Final = 16
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
@@ -50,54 +54,6 @@ BadSequences = Annotated[
 ]
 PromptTokens = Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
-
-_NOTHING: Final = (None,)
-_FALSE: Final = (None, False)
-_EMPTY: Final[tuple[Any, ...]] = (None, [], {})
-
-
-class Strict(BaseModel):
-    """A body in which every name is known."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Unsupported parameter -> values that ask for nothing."""
-    _optional: ClassVar[frozenset[str]] = frozenset()
-    """Parameters that may be left out."""
-    _names: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_for_nothing(cls, data: object) -> object:
-        if not isinstance(data, dict):
-            return data
-        known = cls.neutral.keys() & data.keys()
-        asked = sorted(name for name in known if not _is_one_of(data[name], cls.neutral[name]))
-        if asked:
-            raise PydanticCustomError(UNSUPPORTED, "is not supported", {"names": asked})
-        unknown = data.keys() - cls._names - known
-        if len(unknown) > MAX_FAULTS:
-            raise PydanticCustomError(
-                UNKNOWN, "unknown parameter", {"names": sorted(islice(unknown, MAX_FAULTS))}
-            )
-        return {
-            name: value
-            for name, value in data.items()
-            if name not in known and (value is not None or name not in cls._optional)
-        }
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        super().__pydantic_init_subclass__(**kwargs)
-        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
-        cls._names = frozenset(fields)
-        cls._optional = frozenset(name for name, field in fields.items() if not field.is_required())
-
-
-def _conflict(name: str, problem: str) -> PydanticCustomError:
-    """Return the error of a parameter that does not go with another."""
-    return PydanticCustomError(CONFLICT, "{problem}", {"problem": problem, "names": [name]})
 
 
 def _first_fault(data: object) -> object:
@@ -116,11 +72,6 @@ def _bounded_parts(data: object) -> object:
             if isinstance(part, dict) and len(part) > MAX_FAULTS:
                 return [*data[:number], {name: part[name] for name in islice(part, MAX_FAULTS)}]
     return data
-
-
-def _is_one_of(value: object, values: tuple[Any, ...]) -> bool:
-    # 0 is no False here, and 1 no True.
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
 class StreamOptions(Strict):
@@ -143,13 +94,19 @@ class JsonSchema(Strict):
 class ResponseFormat(Strict):
     """What the output is."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = Field(None, description="of a structural tag of xgrammar")
+    structures: Objects | None = Field(None, description="of one in its older form: begin, schema, end")
+    triggers: list[str] | None = Field(None, description="with `structures`: texts that begin one of them")
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise _conflict("json_schema", "goes with the type json_schema, and only with it")
+        tagged = self.format is not None or (self.structures is not None and self.triggers is not None)
+        if (self.type == "structural_tag") != tagged:
+            raise _conflict("format", "goes with the type structural_tag, and only with it")
         return self
 
 
@@ -157,9 +114,7 @@ class StructuredOutputs(Strict):
     """One constraint on the output, in the terms of `vllm serve`."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "structural_tag": _NOTHING,
         "whitespace_pattern": _NOTHING,
-        "disable_any_whitespace": _FALSE,
         "disable_additional_properties": _FALSE,
     }
 
@@ -168,12 +123,15 @@ class StructuredOutputs(Strict):
     choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool | None = None
 
     @model_validator(mode="after")
     def _only_one(self) -> Self:
-        given = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
-        if sum(one is not None for one in given) != 1:
-            raise ValueError("exactly one of json, regex, choice, grammar and json_object must be given")
+        texts = [self.json_, self.regex, self.grammar, self.structural_tag]
+        if sum(one is not None for one in [*texts, self.choice, self.json_object or None]) != 1:
+            names = "json, regex, choice, grammar, json_object and structural_tag"
+            raise ValueError(f"exactly one of {names} must be given")
         return self
 
 
@@ -317,8 +275,6 @@ class Message(Strict):
         "annotations": _EMPTY,
         "audio": _NOTHING,
         "function_call": _NOTHING,
-        "reasoning": (None, ""),
-        "reasoning_content": (None, ""),
         "refusal": (None, ""),
     }
 
@@ -333,10 +289,12 @@ class Message(Strict):
     name: str | None = Field(None, max_length=256)
     tool_calls: Objects | None = None
     tool_call_id: str | None = Field(None, max_length=256)
+    reasoning_content: str | None = Field(None, description="what the model had thought before it")
+    reasoning: str | None = Field(None, description="the same, as some clients call it")
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and self.thoughts is None:
             raise _conflict("content", "must be given")
         return self
 
@@ -346,6 +304,11 @@ class Message(Strict):
         if isinstance(self.content, list):
             return "\n".join(part.text for part in self.content)
         return self.content or ""
+
+    @property
+    def thoughts(self) -> str | None:
+        """What the model had thought."""
+        return self.reasoning_content or self.reasoning
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -362,13 +325,10 @@ class ChatRequest(GenerationRequest):
         "echo": _FALSE,
         "function_call": (None, "none"),
         "functions": _EMPTY,
-        "include_reasoning": (None, True),
         "media_io_kwargs": _EMPTY,
         "mm_processor_kwargs": _EMPTY,
         "modalities": (None, ["text"]),
-        "parallel_tool_calls": (None, True, False),
         "prediction": _NOTHING,
-        "reasoning_effort": (None, "none"),
         "safety_identifier": _NOTHING,
         "prompt_cache_key": _NOTHING,
         "verbosity": _NOTHING,
@@ -380,10 +340,13 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: TokenCount | None = Field(None, description="by default what the context leaves")
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Objects | None = Field(
-        None, description="given to the model's template; calls in the output are not parsed"
+    tools: Tools | None = Field(None, description="given to the model's template")
+    tool_choice: ToolChoice | None = Field(None, description="auto when there are tools, by default")
+    parallel_tool_calls: bool | None = Field(True, description="more than one call in an answer")
+    reasoning_effort: str | None = Field(
+        None, max_length=32, description="variable for the template; none also sets enable_thinking to false"
     )
-    tool_choice: Literal["none"] | None = Field(None, description="must be none when there are tools")
+    include_reasoning: bool | None = Field(True, description="the answer has the model's thoughts")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the template")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(None, description="the output goes on with the last message")
@@ -397,8 +360,6 @@ class ChatRequest(GenerationRequest):
             raise _conflict("logprob_token_ids", "needs logprobs to be true")
         if self.continue_final_message and self.add_generation_prompt:
             raise _conflict("continue_final_message", "does not go with add_generation_prompt")
-        if self.tools and self.tool_choice != "none":
-            raise _conflict("tool_choice", "must be none: calls of tools in the output are not parsed")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise _conflict("max_tokens", "contradicts max_completion_tokens")

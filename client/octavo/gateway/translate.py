@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, cast
 
 from octavo._sdk.channel import check_api_key
 from octavo.errors import InvalidRequestError
+from octavo.gateway.constraints import structured_of
 from octavo.gateway.errors import CHALLENGE, Failure, GatewayError, invalid
 from octavo.gateway.schemas import (
     ChatRequest,
@@ -16,10 +16,10 @@ from octavo.gateway.schemas import (
     EmbeddingRequest,
     GenerationRequest,
     Message,
-    StructuredOutputs,
 )
+from octavo.gateway.tools import ToolUse, tool_use
 from octavo.protocol.bounds import short
-from octavo.sampling import SamplingParams, StructuredOutput
+from octavo.sampling import SamplingParams
 from octavo.types import ChatMessage, ChatOptions, GenerateOptions, Prompt, TemplateOptions
 
 HEADER_PREFIX: Final = "x-octavo-"
@@ -58,6 +58,9 @@ class ChatJob:
 
     messages: list[ChatMessage]
     options: ChatOptions
+    template: TemplateOptions
+    """Of the options, how the conversation is rendered."""
+    tools: ToolUse
 
 
 def prompts(prompt: object) -> list[Prompt]:
@@ -101,20 +104,30 @@ def chat_job(request: ChatRequest, headers: Mapping[str, str]) -> ChatJob:
         options["max_tokens"] = max_tokens
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
-    options.update(
-        template_options(request.tools, request.chat_template_kwargs, request.add_generation_prompt)
-    )
+    tools = [tool.model_dump(exclude_unset=True) for tool in request.tools or ()]
+    template = template_options(tools, _template_vars(request), request.add_generation_prompt)
     if request.continue_final_message:
-        options["continue_final_message"] = True
+        template["continue_final_message"] = True
     if request.documents:
-        options["documents"] = request.documents
-    return ChatJob(chat_messages(request.messages), cast("ChatOptions", options))
+        template["documents"] = request.documents
+    options.update(template)
+    use = tool_use(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+    if use.forced:
+        options["structured"] = use.structured()
+    return ChatJob(chat_messages(request.messages), cast("ChatOptions", options), template, use)
+
+
+def _template_vars(request: ChatRequest) -> dict[str, Any]:
+    """Return the variables of the template; those given by name go before what the effort means."""
+    effort = request.reasoning_effort
+    found = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return {**found, **(request.chat_template_kwargs or {})}
 
 
 def chat_messages(messages: list[Message]) -> list[ChatMessage]:
     """Return a conversation."""
     return [
-        ChatMessage(turn.role, turn.text, turn.name, turn.tool_calls or (), turn.tool_call_id)
+        ChatMessage(turn.role, turn.text, turn.name, turn.tool_calls or (), turn.tool_call_id, turn.thoughts)
         for turn in messages
     ]
 
@@ -157,7 +170,7 @@ def _options(request: GenerationRequest, headers: Mapping[str, str]) -> dict[str
         options["logit_bias"] = request.logit_bias
     if request.skip_special_tokens is False:
         options["keep_special_tokens"] = True
-    structured = _structured(request)
+    structured = structured_of(request)
     if structured is not None:
         options["structured"] = structured
     return options
@@ -205,46 +218,19 @@ def _count(name: str, value: str) -> int:
 def bearer_key(headers: Mapping[str, str]) -> str:
     """Return the API key of a request, empty when it has none: never the gateway's own.
 
+    It is a bearer token, or in the header that Anthropic's clients use.
+
     Raises:
         GatewayError: nobody can have such a key, since it cannot be passed on.
     """
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        return ""
-    key = given.strip()
+    key = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
     try:
         check_api_key(key)
     except InvalidRequestError as error:
         failure = Failure(401, error.message, "invalid_api_key", retry=False, headers=CHALLENGE)
         raise GatewayError(failure) from None
     return key
-
-
-def _structured(request: GenerationRequest) -> StructuredOutput | None:
-    if request.structured_outputs is not None:
-        return _of_structured_outputs(request.structured_outputs)
-    wanted = request.response_format
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.json_schema is None:
-        return StructuredOutput(json_object=True)
-    return StructuredOutput(json_schema=_schema("response_format", wanted.json_schema.schema_))
-
-
-def _of_structured_outputs(given: StructuredOutputs) -> StructuredOutput:
-    if given.json_ is not None:
-        schema = given.json_ if isinstance(given.json_, str) else _schema("structured_outputs", given.json_)
-        return StructuredOutput(json_schema=schema)
-    if given.choice is not None:
-        return StructuredOutput(choice=tuple(given.choice))
-    return StructuredOutput(regex=given.regex, grammar=given.grammar, json_object=given.json_object or None)
-
-
-def _schema(param: str, schema: dict[str, Any]) -> str:
-    try:
-        return json.dumps(schema, allow_nan=False)
-    except ValueError:
-        raise invalid(param, f"{param}: a number in the schema is not finite") from None
 
 
 def renamed(request: GenerationRequest) -> Mapping[str, str]:

@@ -6,22 +6,21 @@ event is encoded once.
 
 from __future__ import annotations
 
-import base64
 import json
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring
 from typing import Any, Final
 
-from octavo.gateway.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
-from octavo.gateway.schemas import ChatRequest, CompletionRequest, EmbeddingRequest, GenerationRequest
+from octavo.gateway.errors import Failure
+from octavo.gateway.logprobs import CompletionLogprobs, prompt_logprobs
+from octavo.gateway.schemas import CompletionRequest, GenerationRequest
 from octavo.protocol.steps import TokenLogprobs
 from octavo.types import Choice, Delta, GenerateResult, Progress, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
-_quote: Final[Callable[[str], str]] = encode_basestring
+quote: Final[Callable[[str], str]] = encode_basestring
 # Ends of lines to `str.splitlines` and its like that JSON leaves raw. An event is one line to everybody.
 _LINE_ENDS: Final = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
@@ -33,10 +32,10 @@ def to_json(value: object) -> bytes:
 
 def event(value: object) -> bytes:
     """Return an event of a stream."""
-    return b"data: " + _encoded(to_json(value).decode()) + b"\n\n"
+    return b"data: " + encoded_lines(to_json(value).decode()) + b"\n\n"
 
 
-def _encoded(json_text: str) -> bytes:
+def encoded_lines(json_text: str) -> bytes:
     """Return JSON in UTF-8, escaping what some readers of streams split lines at."""
     if not json_text.isascii():
         for end, escaped in _LINE_ENDS.items():
@@ -72,8 +71,44 @@ def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:
     return found
 
 
-class Writer(ABC):
-    """Writes the answer to one request, whole or as events.
+class WholeWriter(ABC):
+    """Writes the whole answer to one request."""
+
+    @abstractmethod
+    def whole(self, results: Sequence[GenerateResult]) -> bytes:
+        """Return the answer that the outcomes of all prompts make."""
+
+    def refusal(self, failure: Failure) -> bytes:
+        """Return the answer of a request that failed."""
+        return failure.encoded()
+
+    def failed(self, failure: Failure) -> bytes:
+        """Return the event that ends a stream which failed. Clients take it for an error."""
+        return event(failure.body)
+
+
+class Writer(WholeWriter):
+    """Writes the answer to one request, whole or as events."""
+
+    def scored(self, choices: range, entries: Sequence[TokenLogprobs]) -> None:
+        """Take the log probabilities of the prompt that these choices have; before any output of them."""
+
+    @abstractmethod
+    def events(
+        self, progress: Progress, first_choice: int, prompt_tokens: int, *, in_reasoning: bool = False
+    ) -> bytes:
+        """Return the events for what came of the prompt whose choices begin at `first_choice`.
+
+        `in_reasoning`: the output goes on with thoughts that the prompt begins.
+        """
+
+    @abstractmethod
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        """Return the events that end a stream."""
+
+
+class ChoicesWriter(Writer):
+    """Writes choices, as OpenAI's older endpoints have them.
 
     `choice` counts through all prompts: choice j of prompt i is number i * n + j.
     """
@@ -93,9 +128,10 @@ class Writer(ABC):
         self._wants_scores = request.prompt_logprobs is not None
         self._scores: dict[int, list[dict[str, Any] | None]] = {}
         """Log probabilities of the prompt of each choice, where they are a member of their own."""
+        self._in_reasoning = False
         self._begin = (
-            f'data: {{"id":{_quote(head.id)},"object":"{self.object_event}","created":{head.created},'
-            f'"model":{_quote(head.model)},"choices":[{{"index":'
+            f'data: {{"id":{quote(head.id)},"object":"{self.object_event}","created":{head.created},'
+            f'"model":{quote(head.model)},"choices":[{{"index":'
         )
 
     def scored(self, choices: range, entries: Sequence[TokenLogprobs]) -> None:
@@ -106,15 +142,18 @@ class Writer(ABC):
 
     # Events --------------------------------------------------------------------------------------
 
-    def events(self, progress: Progress, first_choice: int, prompt_tokens: int) -> bytes:
+    def events(
+        self, progress: Progress, first_choice: int, prompt_tokens: int, *, in_reasoning: bool = False
+    ) -> bytes:
         """Return the events for what came of the prompt whose choices begin at `first_choice`."""
+        self._in_reasoning = in_reasoning
         ended = {choice.index: choice for choice in progress.ended}
         parts: list[str] = []
         for delta in progress.deltas:
             parts += self._event(delta, first_choice, ended.pop(delta.choice, None), prompt_tokens)
         for choice in ended.values():
             parts += self._event(Delta(choice.index, "", ()), first_choice, choice, prompt_tokens)
-        return _encoded("".join(parts))
+        return encoded_lines("".join(parts))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         """Return the events that end a stream."""
@@ -137,9 +176,12 @@ class Writer(ABC):
 
     def _event(self, delta: Delta, first_choice: int, ended: Choice | None, prompt_tokens: int) -> list[str]:
         index = first_choice + delta.choice
-        parts = [self._begin, str(index), ",", self._delta(index, delta)]
+        output = self._delta(index, delta, ended)
+        if not output:
+            return []
+        parts = [self._begin, str(index), ",", output]
         if ended is not None:
-            for name, value in self._finish(ended).items():
+            for name, value in self._finish(index, ended).items():
                 parts.append(f',"{name}":{json.dumps(value, ensure_ascii=False)}')
         else:
             parts.append(',"finish_reason":null')
@@ -155,29 +197,29 @@ class Writer(ABC):
         parts.append("}\n\n")
         return parts
 
-    def _finish(self, choice: Choice) -> dict[str, Any]:
+    def _finish(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return why a choice ended. As with `vllm serve`, an end-of-sequence token is no `stop_reason`."""
-        reason = choice.finish_reason.name.lower() if choice.finish_reason is not None else None
         told = isinstance(choice.stop, str) or choice.stop in self._stop_token_ids
-        return {"finish_reason": reason, "stop_reason": choice.stop if told else None}
+        return {"finish_reason": self._reason(index, choice), "stop_reason": choice.stop if told else None}
+
+    def _reason(self, index: int, choice: Choice) -> str | None:
+        del index
+        return choice.finish_reason.name.lower() if choice.finish_reason is not None else None
 
     @abstractmethod
-    def _delta(self, index: int, delta: Delta) -> str:
-        """Return the members of a choice in an event that hold its output."""
+    def _delta(self, index: int, delta: Delta, ended: Choice | None) -> str:
+        """Return the members of a choice in an event that hold its output; "" when there is no event yet."""
 
     # Whole answers -------------------------------------------------------------------------------
 
-    def answer(self, results: Sequence[GenerateResult]) -> bytes:
+    def whole(self, results: Sequence[GenerateResult]) -> bytes:
         """Return the answer that the outcomes of all prompts make."""
+        self._in_reasoning = results[0].in_reasoning
         choices: list[Choice] = []
         for result in results:
             first = len(choices)
             choices += result.choices
             self.scored(range(first, len(choices)), result.prompt_logprobs)
-        return self.whole(choices, [result.usage for result in results])
-
-    def whole(self, choices: Sequence[Choice], usages: Sequence[Usage]) -> bytes:
-        """Return an answer; `choices` are those of all prompts, in order."""
         head = self._head
         return to_json(
             {
@@ -186,7 +228,7 @@ class Writer(ABC):
                 "created": head.created,
                 "model": head.model,
                 "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
-                "usage": usage_object(usages),
+                "usage": usage_object([result.usage for result in results]),
                 **self._more(),
             }
         )
@@ -196,7 +238,7 @@ class Writer(ABC):
         return {}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        found = {"index": index, **self._output(index, choice), **self._finish(choice)}
+        found = {"index": index, **self._output(index, choice), **self._finish(index, choice)}
         if self._with_ids:
             found["token_ids"] = list(choice.token_ids)
         return found
@@ -206,37 +248,7 @@ class Writer(ABC):
         """Return the members of a whole choice that hold its output."""
 
 
-class EmbeddingWriter:
-    """Answers of /v1/embeddings."""
-
-    def __init__(self, request: EmbeddingRequest, head: Head) -> None:
-        self._head = head
-        self._as_base64 = request.encoding_format == "base64"
-
-    def answer(self, results: Sequence[GenerateResult]) -> bytes:
-        """Return the answer that the vectors of all inputs make."""
-        tokens = sum(result.usage.prompt_tokens for result in results)
-        return to_json(
-            {
-                "id": self._head.id,
-                "object": "list",
-                "created": self._head.created,
-                "model": self._head.model,
-                "data": [
-                    {"object": "embedding", "index": index, "embedding": self._vector(result.embedding)}
-                    for index, result in enumerate(results)
-                ],
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            }
-        )
-
-    def _vector(self, values: Sequence[float]) -> list[float] | str:
-        if not self._as_base64:
-            return list(values)
-        return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
-
-
-class CompletionWriter(Writer):
+class CompletionWriter(ChoicesWriter):
     """Answers of /v1/completions."""
 
     object_whole = object_event = "text_completion"
@@ -259,15 +271,15 @@ class CompletionWriter(Writer):
         if self._logprobs is not None and any(self._echoes[index] for index in choices):
             self._scored.update(dict.fromkeys(choices, tuple(entries)))
 
-    def _delta(self, index: int, delta: Delta) -> str:
+    def _delta(self, index: int, delta: Delta, ended: Choice | None) -> str:
         text = delta.text
         if self._echoes[index]:
             text, self._echoes[index] = self._echoes[index] + text, ""
         if self._logprobs is None:
-            return f'"text":{_quote(text)},"logprobs":null'
+            return f'"text":{quote(text)},"logprobs":null'
         entries = (*self._scored.pop(index, ()), *delta.logprobs)
         logprobs = json.dumps(self._logprobs[index].take(entries), ensure_ascii=False)
-        return f'"text":{_quote(text)},"logprobs":{logprobs}'
+        return f'"text":{quote(text)},"logprobs":{logprobs}'
 
     def _output(self, index: int, choice: Choice) -> dict[str, Any]:
         found: dict[str, Any] = {"text": self._echoes[index] + choice.text, "logprobs": None}
@@ -277,40 +289,3 @@ class CompletionWriter(Writer):
         if index in self._scores:
             found["prompt_logprobs"] = self._scores[index]
         return found
-
-
-class ChatWriter(Writer):
-    """Answers of /v1/chat/completions."""
-
-    object_whole = "chat.completion"
-    object_event = "chat.completion.chunk"
-
-    def __init__(self, request: ChatRequest, head: Head) -> None:
-        num_choices = request.n or 1
-        super().__init__(request, head, num_choices)
-        self._begun = [False] * num_choices
-        self._logprobs = (
-            [ChatLogprobs(as_ids=self._as_ids) for _ in range(num_choices)] if request.logprobs else None
-        )
-
-    def _event(self, delta: Delta, first_choice: int, ended: Choice | None, prompt_tokens: int) -> list[str]:
-        parts = super()._event(delta, first_choice, ended, prompt_tokens)
-        if self._begun[delta.choice]:
-            return parts
-        self._begun[delta.choice] = True
-        role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
-        return [self._begin, str(delta.choice), ",", role, *parts]
-
-    def _delta(self, index: int, delta: Delta) -> str:
-        if self._logprobs is None:
-            return f'"delta":{{"content":{_quote(delta.text)}}},"logprobs":null'
-        logprobs = json.dumps(self._logprobs[index].take(delta.logprobs), ensure_ascii=False)
-        return f'"delta":{{"content":{_quote(delta.text)}}},"logprobs":{logprobs}'
-
-    def _output(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = self._logprobs[index].take(choice.logprobs) if self._logprobs is not None else None
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {"message": message, "logprobs": logprobs}
-
-    def _more(self) -> dict[str, Any]:
-        return {"prompt_logprobs": self._scores[0]} if 0 in self._scores else {}

@@ -9,6 +9,7 @@ from octavo.sampling import SCALARS, SamplingParams, StructuredOutput
 from octavo.v1 import common_pb2
 
 _LISTS: Final = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids")
+_STRUCTURED = ("json_schema", "regex", "grammar", "json_object", "structural_tag", "strict", "compact")
 
 
 class ProtocolError(ValueError):
@@ -50,10 +51,9 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
 
 def structured_to_proto(structured: StructuredOutput) -> common_pb2.StructuredOutput:
     """Convert the one constraint that is set."""
+    fields: dict[str, Any] = {name: getattr(structured, name) for name in _STRUCTURED}
     if structured.choice is not None:
-        return common_pb2.StructuredOutput(choice=common_pb2.ChoiceList(values=structured.choice))
-    kinds = ("json_schema", "regex", "grammar", "json_object")
-    fields: dict[str, Any] = {kind: getattr(structured, kind) for kind in kinds}
+        fields["choice"] = common_pb2.ChoiceList(values=structured.choice)
     return common_pb2.StructuredOutput(**fields)
 
 
@@ -62,6 +62,6 @@ def structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOut
     kind = message.WhichOneof("kind")
     if kind is None:
         raise ProtocolError("structured.kind", "must be set")
-    if kind == "choice":
-        return StructuredOutput(choice=tuple(message.choice.values))
-    return StructuredOutput(**{kind: getattr(message, kind)})
+    fields: dict[str, Any] = {name: given(message, name) for name in ("strict", "compact")}
+    fields[kind] = tuple(message.choice.values) if kind == "choice" else getattr(message, kind)
+    return StructuredOutput(**fields)

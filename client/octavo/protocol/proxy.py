@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Final
 from urllib.parse import unquote
 
+from octavo.service.address import split_scheme
+
 # gRPC reads these, in this order, and only so spelled.
 _PROXIES: Final = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS: Final = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
@@ -23,7 +25,7 @@ def proxy_of(target: str, env: Mapping[str, str] = os.environ) -> str | None:
     """Return the proxy that a channel to `target` goes through, None for a direct one.
 
     Args:
-        target: as gRPC takes it: `host:port`, `dns:host:port`, `ipv4:...`, `unix:path`.
+        target: an endpoint, or what gRPC takes: `host:port`, `dns:host:port`, `ipv4:...`, `unix:path`.
         env: the environment. Unlike gRPC itself, `NO_PROXY` counts in capitals, too.
     """
     proxy = next((env[name] for name in _PROXIES if env.get(name)), None)
@@ -35,6 +37,7 @@ def proxy_of(target: str, env: Mapping[str, str] = os.environ) -> str | None:
 
 def host_of(target: str) -> str | None:
     """Return the host of a target without brackets; None for a socket in the file system."""
+    _, target = split_scheme(target)
     scheme, colon, rest = target.partition(":")
     if colon and scheme in ("unix", "unix-abstract", "vsock"):
         return None

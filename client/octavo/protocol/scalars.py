@@ -28,6 +28,8 @@ class Scalars(Generic[_R, _M]):
         self._record = record
         self._message = message
         self._names = tuple(one.name for one in fields(record) if one.name not in but)
+        left_out = [one.name for one in fields(record)][len(self._names) :]
+        assert set(left_out) == set(but), f"{record.__name__}: {left_out} come last, {but} are left out"
         self._values = attrgetter(*self._names)
 
     def to_proto(self, record: _R, **others: Any) -> _M:

@@ -235,6 +235,10 @@ class StepTiming:
     context_tokens: int = 0
 
 
+GRAMMAR_ERROR = "GRAMMAR"
+"""Kind of the error of a sequence whose constraint is at fault, not the step."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepError:
     """An error in a step, with its culprits when they are known."""

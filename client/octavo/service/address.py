@@ -9,6 +9,9 @@ from typing import Final
 
 _ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(?P<port>\d{1,5})")
 
+_SCHEMES: Final = {"grpcs://": True, "https://": True, "grpc://": False}
+"""What an endpoint may begin with, and whether it then is spoken to over TLS."""
+
 
 class AddressTaken(Exception):
     """A port cannot be had; the message is one line."""
@@ -26,6 +29,14 @@ def split_address(address: str, name: str = "address") -> tuple[str, int]:
     if match is None or int(match["port"]) > 65535:
         raise ValueError(f"{name} must be host:port, got {address!r}")
     return match["host"].strip("[]"), int(match["port"])
+
+
+def split_scheme(endpoint: str) -> tuple[bool | None, str]:
+    """Return whether an endpoint wants TLS, None when it does not say, and what is behind its scheme."""
+    for scheme, secure in _SCHEMES.items():
+        if endpoint.startswith(scheme):
+            return secure, endpoint.removeprefix(scheme).rstrip("/")
+    return None, endpoint
 
 
 def is_loopback(host: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
 
@@ -22,9 +23,9 @@ from octavo.v1 import common_pb2
 
 Metadata = Iterable[tuple[str, str | bytes]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Identify = Callable[[str, Metadata | None], str | None]
-"""Says who calls, from what is known at the headers of a call: its method, as `/package.Service/Method`, and
-its metadata. None is whoever is at the other end of the connection. Raises CallRefused."""
+Identify = Callable[[str, Metadata | None, Context], str | None]
+"""Says who calls, from what is known at the headers of a call: its method, as `/package.Service/Method`, its
+metadata and its connection. None is whoever is at the other end of that. Raises CallRefused."""
 
 _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lag
 _RETRY_MS: Final = 1_000
@@ -36,6 +37,16 @@ _SLOW: Final = 32
 """Slow messages of all callers."""
 _SLOW_SHARE: Final = 1 / 3
 _LATEST_S: Final = 60.0
+
+
+def bearer_key(metadata: Metadata | None) -> str | None:
+    """Return the key in a call's metadata as it stands there, or None if there is none."""
+    values = [value for name, value in metadata or () if name == "authorization"]
+    if not values:
+        return None
+    scheme, _, key = str(values[0]).partition(" ")
+    # Of two keys one may be somebody else's, added on the way: neither is trusted.
+    return key.strip() if scheme.lower() == "bearer" and len(values) == 1 else ""
 
 
 class CallRefused(Exception):
@@ -67,16 +78,16 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         if handler is None:
             # An unknown method is answered as such by grpc.
             return handler
-        method = handler_call_details.method
-        try:
-            who = self._identify(method, handler_call_details.invocation_metadata)
-        except CallRefused as refused:
-            return _refuse(refused.error)
-        return self._guarded(handler, self._places.get(method.split("/")[1], self._others), who)
+        method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
+        places = self._places.get(method.split("/")[1], self._others)
+        return self._guarded(handler, places, partial(self._identify, method, metadata))
 
-    def _guarded(self, handler: Any, places: Places, who: str | None) -> Handler:
+    def _guarded(self, handler: Any, places: Places, identify: Callable[[Context], str | None]) -> Handler:
         async def serve(_: object, context: Context) -> Any:
-            caller = who or _host(context.peer())
+            try:
+                caller = identify(context) or _host(context.peer())
+            except CallRefused as refused:
+                await abort(context, refused.error)
             if not places.take(caller):
                 await abort(context, _full(f"no more than {places.size} calls of this kind can be open"))
             try:
@@ -142,15 +153,6 @@ async def _answer(method: Callable[..., Any], request: Any, context: Context) ->
             await context.write(message)
         return None
     return await answer
-
-
-def _refuse(error: common_pb2.Error) -> Handler:
-    """Return a handler that says no. It has the shape of a stream, for which no message is read."""
-
-    async def refuse(_: object, context: Context) -> None:
-        await abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _host(peer: str) -> str:

@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from octavo.service import logs
-from octavo.service.address import split_address
+from octavo.service.address import is_loopback, split_address
 from octavo.service.kubernetes import is_injected
 
 _log = structlog.get_logger()
@@ -37,6 +37,9 @@ Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max
 
 SERVICES: Final = frozenset({"scheduler", "worker", "gateway"})
 """Tables of a settings file; a service reads its own."""
+
+SHARED: Final = frozenset({"insecure", "mtls", "tls_ca", "tls_cert", "tls_key", "worker_secret_file"})
+"""Settings that a variable sets for all services of a machine: OCTAVO_TLS_CA, and so on."""
 
 NONE: Final = BeforeValidator(lambda value: None if value == "none" else value)
 """Takes the text `none` for None, which neither a flag nor TOML can say otherwise."""
@@ -62,6 +65,21 @@ class ServerSection(Section):
 
     listen: str
     """Each service has a default of its own."""
+    tls_cert: Path | None = Field(
+        None,
+        description="certificate, with its chain, in PEM: ports are served over TLS, and it is presented to "
+        "services that are called; followed while it changes",
+    )
+    tls_key: Path | None = Field(None, description="private key of tls_cert")
+    tls_ca: Path | None = Field(
+        None,
+        description="authorities, in PEM, by which others are checked: services are called over TLS, and "
+        "with mtls whoever calls presents a certificate of theirs",
+    )
+    mtls: bool = Field(False, description="refuse connections that present no certificate of tls_ca")
+    insecure: bool = Field(
+        False, description="serve beyond loopback in plaintext, or a worker to whoever reaches its port"
+    )
 
     @property
     def host(self) -> str:
@@ -73,9 +91,19 @@ class ServerSection(Section):
         """Port of `listen`."""
         return split_address(self.listen)[1]
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether other machines may reach the port."""
+        return not is_loopback(self.host)
+
     @model_validator(mode="after")
     def _can_listen(self) -> Self:
         split_address(self.listen, "listen")
+        if self.is_reachable and self.tls_cert is None and not self.insecure:
+            raise ValueError(
+                f"listen: {self.listen} can be reached from other machines: set tls_cert and tls_key "
+                "(`octavo certs` makes them), or insecure where the network is trusted"
+            )
         return self
 
 
@@ -177,13 +205,18 @@ class ServiceSettings(BaseModel):
     @classmethod
     def _environment(cls) -> tuple[dict[str, str], list[str]]:
         """Return the values of variables by the name of the setting, and the variables that are none."""
-        variables = {
-            name.upper(): value for name, value in os.environ.items() if name.upper().startswith(cls.prefix())
-        }
-        injected = sorted(name for name, value in variables.items() if is_injected(name, value))
-        given = {
-            name.removeprefix(cls.prefix()).lower(): value
+        shared = {f"OCTAVO_{name.upper()}": name for name in SHARED & cls.section_of().keys()}
+        variables = {name.upper(): value for name, value in os.environ.items()}
+        own = {
+            name: value
             for name, value in variables.items()
+            if name.startswith(cls.prefix()) and name not in shared
+        }
+        injected = sorted(name for name, value in own.items() if is_injected(name, value))
+        given = {name: variables[variable] for variable, name in shared.items() if variables.get(variable)}
+        given |= {
+            name.removeprefix(cls.prefix()).lower(): value
+            for name, value in own.items()
             if name not in injected
         }
         return given, injected

@@ -311,14 +311,23 @@ class StructuredOutput(google.protobuf.message.Message):
     GRAMMAR_FIELD_NUMBER: builtins.int
     CHOICE_FIELD_NUMBER: builtins.int
     JSON_OBJECT_FIELD_NUMBER: builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: builtins.int
+    STRICT_FIELD_NUMBER: builtins.int
+    COMPACT_FIELD_NUMBER: builtins.int
     json_schema: builtins.str
     """A JSON schema, as JSON text."""
     regex: builtins.str
     """A regular expression that matches the whole output."""
     grammar: builtins.str
-    """A grammar in GBNF."""
+    """A grammar in GBNF, whose first rule is `root`."""
     json_object: builtins.bool
-    """Any JSON value."""
+    """Any JSON object."""
+    structural_tag: builtins.str
+    """Tags within free text, and what stands between them: a structural tag of xgrammar, as JSON text."""
+    strict: builtins.bool
+    """Of a JSON schema: refuse one that asks for what cannot be held to. Absent is false: that much is left out."""
+    compact: builtins.bool
+    """Of JSON: no whitespace that could be left out, as far as the compiler of grammars can be told. Absent is false."""
     @property
     def choice(self) -> global___ChoiceList:
         """One of these strings, whole."""
@@ -331,10 +340,18 @@ class StructuredOutput(google.protobuf.message.Message):
         grammar: builtins.str = ...,
         choice: global___ChoiceList | None = ...,
         json_object: builtins.bool = ...,
+        structural_tag: builtins.str = ...,
+        strict: builtins.bool | None = ...,
+        compact: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["json_schema", "regex", "grammar", "choice", "json_object"] | None: ...
+    def HasField(self, field_name: typing.Literal["_compact", b"_compact", "_strict", b"_strict", "choice", b"choice", "compact", b"compact", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "strict", b"strict", "structural_tag", b"structural_tag"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_compact", b"_compact", "_strict", b"_strict", "choice", b"choice", "compact", b"compact", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "strict", b"strict", "structural_tag", b"structural_tag"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_compact", b"_compact"]) -> typing.Literal["compact"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_strict", b"_strict"]) -> typing.Literal["strict"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["json_schema", "regex", "grammar", "choice", "json_object", "structural_tag"] | None: ...
 
 global___StructuredOutput = StructuredOutput
 
@@ -412,6 +429,7 @@ class ChatMessage(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     TOOL_CALLS_JSON_FIELD_NUMBER: builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
     role: builtins.str
     """system, user, assistant or tool; what else is allowed is up to the model's template."""
     content: builtins.str
@@ -419,6 +437,8 @@ class ChatMessage(google.protobuf.message.Message):
     tool_calls_json: builtins.str
     """Tool calls of an assistant turn, as the JSON list of the OpenAI API."""
     tool_call_id: builtins.str
+    reasoning: builtins.str
+    """What the model had thought before an assistant turn. Templates may drop it."""
     def __init__(
         self,
         *,
@@ -427,11 +447,14 @@ class ChatMessage(google.protobuf.message.Message):
         name: builtins.str | None = ...,
         tool_calls_json: builtins.str | None = ...,
         tool_call_id: builtins.str | None = ...,
+        reasoning: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_name", b"_name", "_tool_call_id", b"_tool_call_id", "_tool_calls_json", b"_tool_calls_json", "name", b"name", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_name", b"_name", "_tool_call_id", b"_tool_call_id", "_tool_calls_json", b"_tool_calls_json", "content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_name", b"_name", "_reasoning", b"_reasoning", "_tool_call_id", b"_tool_call_id", "_tool_calls_json", b"_tool_calls_json", "name", b"name", "reasoning", b"reasoning", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_name", b"_name", "_reasoning", b"_reasoning", "_tool_call_id", b"_tool_call_id", "_tool_calls_json", b"_tool_calls_json", "content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_name", b"_name"]) -> typing.Literal["name"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_reasoning", b"_reasoning"]) -> typing.Literal["reasoning"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tool_call_id", b"_tool_call_id"]) -> typing.Literal["tool_call_id"] | None: ...
     @typing.overload

@@ -384,6 +384,7 @@ class Accepted(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     TRIMMED_TOKENS_FIELD_NUMBER: builtins.int
     CLAMPED_MAX_TOKENS_FIELD_NUMBER: builtins.int
+    IN_REASONING_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     queue_position: builtins.int
     """Requests ahead in the queue."""
@@ -397,6 +398,8 @@ class Accepted(google.protobuf.message.Message):
     trimmed_tokens: builtins.int
     """As in Usage, known already."""
     clamped_max_tokens: builtins.int
+    in_reasoning: builtins.bool
+    """The prompt ends with the beginning of the model's thoughts, so the output goes on with them."""
     def __init__(
         self,
         *,
@@ -408,9 +411,10 @@ class Accepted(google.protobuf.message.Message):
         seed: builtins.int = ...,
         trimmed_tokens: builtins.int = ...,
         clamped_max_tokens: builtins.int | None = ...,
+        in_reasoning: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_clamped_max_tokens", b"_clamped_max_tokens", "_estimated_wait_ms", b"_estimated_wait_ms", "clamped_max_tokens", b"clamped_max_tokens", "estimated_wait_ms", b"estimated_wait_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_clamped_max_tokens", b"_clamped_max_tokens", "_estimated_wait_ms", b"_estimated_wait_ms", "clamped_max_tokens", b"clamped_max_tokens", "estimated_wait_ms", b"estimated_wait_ms", "level", b"level", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "seed", b"seed", "trimmed_tokens", b"trimmed_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_clamped_max_tokens", b"_clamped_max_tokens", "_estimated_wait_ms", b"_estimated_wait_ms", "clamped_max_tokens", b"clamped_max_tokens", "estimated_wait_ms", b"estimated_wait_ms", "in_reasoning", b"in_reasoning", "level", b"level", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "seed", b"seed", "trimmed_tokens", b"trimmed_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_clamped_max_tokens", b"_clamped_max_tokens"]) -> typing.Literal["clamped_max_tokens"] | None: ...
     @typing.overload
@@ -847,6 +851,8 @@ class Model(google.protobuf.message.Message):
     WORKERS_FIELD_NUMBER: builtins.int
     GENERATION_DEFAULTS_FIELD_NUMBER: builtins.int
     ALIASES_FIELD_NUMBER: builtins.int
+    TOOL_FORMAT_FIELD_NUMBER: builtins.int
+    REASONING_FORMAT_FIELD_NUMBER: builtins.int
     id: builtins.str
     revision: builtins.str
     max_model_len: builtins.int
@@ -855,6 +861,12 @@ class Model(google.protobuf.message.Message):
     has_chat_template: builtins.bool
     workers: builtins.int
     """Workers that serve it now."""
+    tool_format: builtins.str
+    """How the output has calls of tools: hermes, qwen3_coder, llama3_json, pythonic, mistral or harmony. Empty
+    when the model has no chat template, or one for tools whose calls are of a kind that is not known.
+    """
+    reasoning_format: builtins.str
+    """How the output has thoughts: think, mistral or harmony. Empty when the template knows of none."""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """LoRA adapters that requests may name as `model`."""
@@ -881,8 +893,10 @@ class Model(google.protobuf.message.Message):
         workers: builtins.int = ...,
         generation_defaults: octavo.v1.common_pb2.SamplingParams | None = ...,
         aliases: collections.abc.Iterable[builtins.str] | None = ...,
+        tool_format: builtins.str = ...,
+        reasoning_format: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["generation_defaults", b"generation_defaults"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "aliases", b"aliases", "generation_defaults", b"generation_defaults", "has_chat_template", b"has_chat_template", "id", b"id", "max_model_len", b"max_model_len", "revision", b"revision", "vocab_size", b"vocab_size", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "aliases", b"aliases", "generation_defaults", b"generation_defaults", "has_chat_template", b"has_chat_template", "id", b"id", "max_model_len", b"max_model_len", "reasoning_format", b"reasoning_format", "revision", b"revision", "tool_format", b"tool_format", "vocab_size", b"vocab_size", "workers", b"workers"]) -> None: ...
 
 global___Model = Model

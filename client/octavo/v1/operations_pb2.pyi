@@ -190,6 +190,8 @@ class Status(google.protobuf.message.Message):
     PLAN_LOG_FIELD_NUMBER: builtins.int
     RSS_BYTES_FIELD_NUMBER: builtins.int
     MAX_RSS_BYTES_FIELD_NUMBER: builtins.int
+    IDLE_DEVICE_S_FIELD_NUMBER: builtins.int
+    UNASSIGNED_DEVICE_S_FIELD_NUMBER: builtins.int
     scheduler_id: builtins.str
     version: builtins.str
     uptime_s: builtins.float
@@ -211,6 +213,11 @@ class Status(google.protobuf.message.Message):
     rss_bytes: builtins.int
     """Resident memory of the scheduler, and that at which it refuses new requests."""
     max_rss_bytes: builtins.int
+    idle_device_s: builtins.float
+    """Seconds of devices since start; with those of the tenants they are the time that workers were attached.
+    Between steps, and of steps that computed nothing for anybody.
+    """
+    unassigned_device_s: builtins.float
     @property
     def queues(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QueueStatus]: ...
     @property
@@ -272,9 +279,11 @@ class Status(google.protobuf.message.Message):
         plan_log: global___PlanLogStatus | None = ...,
         rss_bytes: builtins.int = ...,
         max_rss_bytes: builtins.int = ...,
+        idle_device_s: builtins.float = ...,
+        unassigned_device_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "_plan_log", b"_plan_log", "_standby", b"_standby", "key_file_problem", b"key_file_problem", "plan_log", b"plan_log", "rates", b"rates", "standby", b"standby"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "_plan_log", b"_plan_log", "_standby", b"_standby", "arrivals", b"arrivals", "draining", b"draining", "endpoint", b"endpoint", "history", b"history", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "log_lines_dropped", b"log_lines_dropped", "max_rss_bytes", b"max_rss_bytes", "models", b"models", "outcomes", b"outcomes", "overload", b"overload", "pins", b"pins", "plan_log", b"plan_log", "queues", b"queues", "rank", b"rank", "rates", b"rates", "rss_bytes", b"rss_bytes", "scheduler_id", b"scheduler_id", "standby", b"standby", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_key_file_problem", b"_key_file_problem", "_plan_log", b"_plan_log", "_standby", b"_standby", "arrivals", b"arrivals", "draining", b"draining", "endpoint", b"endpoint", "history", b"history", "idle_device_s", b"idle_device_s", "key_file_problem", b"key_file_problem", "level", b"level", "live_requests", b"live_requests", "log_lines_dropped", b"log_lines_dropped", "max_rss_bytes", b"max_rss_bytes", "models", b"models", "outcomes", b"outcomes", "overload", b"overload", "pins", b"pins", "plan_log", b"plan_log", "queues", b"queues", "rank", b"rank", "rates", b"rates", "rss_bytes", b"rss_bytes", "scheduler_id", b"scheduler_id", "standby", b"standby", "tenants", b"tenants", "unassigned_device_s", b"unassigned_device_s", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_key_file_problem", b"_key_file_problem"]) -> typing.Literal["key_file_problem"] | None: ...
     @typing.overload
@@ -283,6 +292,108 @@ class Status(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_standby", b"_standby"]) -> typing.Literal["standby"] | None: ...
 
 global___Status = Status
+
+@typing.final
+class GetUsageRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SINCE_S_FIELD_NUMBER: builtins.int
+    since_s: builtins.float
+    """The last so many seconds, in whole minutes; absent is all that is kept."""
+    def __init__(
+        self,
+        *,
+        since_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_since_s", b"_since_s", "since_s", b"since_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_since_s", b"_since_s", "since_s", b"since_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_since_s", b"_since_s"]) -> typing.Literal["since_s"] | None: ...
+
+global___GetUsageRequest = GetUsageRequest
+
+@typing.final
+class GetUsageResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MINUTES_FIELD_NUMBER: builtins.int
+    PRICE_PER_GPU_HOUR_FIELD_NUMBER: builtins.int
+    price_per_gpu_hour: builtins.float
+    """Of one device in an hour, as configured; absent without a price."""
+    @property
+    def minutes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UsageMinute]:
+        """Oldest first. The last one may have begun within this minute, and still grows."""
+
+    def __init__(
+        self,
+        *,
+        minutes: collections.abc.Iterable[global___UsageMinute] | None = ...,
+        price_per_gpu_hour: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_price_per_gpu_hour", b"_price_per_gpu_hour", "price_per_gpu_hour", b"price_per_gpu_hour"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_price_per_gpu_hour", b"_price_per_gpu_hour", "minutes", b"minutes", "price_per_gpu_hour", b"price_per_gpu_hour"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_price_per_gpu_hour", b"_price_per_gpu_hour"]) -> typing.Literal["price_per_gpu_hour"] | None: ...
+
+global___GetUsageResponse = GetUsageResponse
+
+@typing.final
+class UsageMinute(google.protobuf.message.Message):
+    """What was used from one moment to another."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FROM_UNIX_MS_FIELD_NUMBER: builtins.int
+    UNTIL_UNIX_MS_FIELD_NUMBER: builtins.int
+    TENANTS_FIELD_NUMBER: builtins.int
+    IDLE_DEVICE_S_FIELD_NUMBER: builtins.int
+    UNASSIGNED_DEVICE_S_FIELD_NUMBER: builtins.int
+    from_unix_ms: builtins.int
+    """Wall clock, milliseconds since the epoch."""
+    until_unix_ms: builtins.int
+    idle_device_s: builtins.float
+    unassigned_device_s: builtins.float
+    @property
+    def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TenantUsage]: ...
+    def __init__(
+        self,
+        *,
+        from_unix_ms: builtins.int = ...,
+        until_unix_ms: builtins.int = ...,
+        tenants: collections.abc.Iterable[global___TenantUsage] | None = ...,
+        idle_device_s: builtins.float = ...,
+        unassigned_device_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_unix_ms", b"from_unix_ms", "idle_device_s", b"idle_device_s", "tenants", b"tenants", "unassigned_device_s", b"unassigned_device_s", "until_unix_ms", b"until_unix_ms"]) -> None: ...
+
+global___UsageMinute = UsageMinute
+
+@typing.final
+class TenantUsage(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    DEVICE_S_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    requests: builtins.int
+    prompt_tokens: builtins.int
+    """Computed, as far as requests have ended."""
+    output_tokens: builtins.int
+    device_s: builtins.float
+    """Its shares of the time of steps, times the devices of their workers."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        requests: builtins.int = ...,
+        prompt_tokens: builtins.int = ...,
+        output_tokens: builtins.int = ...,
+        device_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device_s", b"device_s", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "tenant", b"tenant"]) -> None: ...
+
+global___TenantUsage = TenantUsage
 
 @typing.final
 class PlanLogStatus(google.protobuf.message.Message):
@@ -355,6 +466,7 @@ class TenantStatus(google.protobuf.message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
     QUOTAS_FIELD_NUMBER: builtins.int
     TOKENIZED_BYTES_FIELD_NUMBER: builtins.int
+    DEVICE_S_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     weight: builtins.float
     requests_in_flight: builtins.int
@@ -371,6 +483,8 @@ class TenantStatus(google.protobuf.message.Message):
     output_tokens: builtins.int
     tokenized_bytes: builtins.int
     """Input that tokenizers have worked on for it, since start."""
+    device_s: builtins.float
+    """Its shares of the time of steps since start, times the devices of their workers."""
     @property
     def quotas(self) -> global___TenantQuotas:
         """Absent is without limit."""
@@ -389,9 +503,10 @@ class TenantStatus(google.protobuf.message.Message):
         output_tokens: builtins.int = ...,
         quotas: global___TenantQuotas | None = ...,
         tokenized_bytes: builtins.int = ...,
+        device_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["quotas", b"quotas"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "output_tokens", b"output_tokens", "over_quota", b"over_quota", "prompt_tokens", b"prompt_tokens", "quotas", b"quotas", "requests_in_flight", b"requests_in_flight", "tenant", b"tenant", "tokenized_bytes", b"tokenized_bytes", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens", "weight", b"weight"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "device_s", b"device_s", "output_tokens", b"output_tokens", "over_quota", b"over_quota", "prompt_tokens", b"prompt_tokens", "quotas", b"quotas", "requests_in_flight", b"requests_in_flight", "tenant", b"tenant", "tokenized_bytes", b"tokenized_bytes", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens", "weight", b"weight"]) -> None: ...
 
 global___TenantStatus = TenantStatus
 

@@ -65,6 +65,11 @@ class OperationsStub(object):
                 request_serializer=octavo_dot_v1_dot_operations__pb2.SetFaultsRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_operations__pb2.SetFaultsResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/octavo.v1.Operations/GetUsage',
+                request_serializer=octavo_dot_v1_dot_operations__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_operations__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
         self.AuditWorkers = channel.unary_unary(
                 '/octavo.v1.Operations/AuditWorkers',
                 request_serializer=octavo_dot_v1_dot_operations__pb2.AuditWorkersRequest.SerializeToString,
@@ -116,6 +121,13 @@ class OperationsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """What each tenant has used, minute by minute.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AuditWorkers(self, request, context):
         """Have workers verify their books from scratch, between two steps.
         """
@@ -155,6 +167,11 @@ def add_OperationsServicer_to_server(servicer, server):
                     servicer.SetFaults,
                     request_deserializer=octavo_dot_v1_dot_operations__pb2.SetFaultsRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_operations__pb2.SetFaultsResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=octavo_dot_v1_dot_operations__pb2.GetUsageRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_operations__pb2.GetUsageResponse.SerializeToString,
             ),
             'AuditWorkers': grpc.unary_unary_rpc_method_handler(
                     servicer.AuditWorkers,
@@ -325,6 +342,33 @@ class Operations(object):
             '/octavo.v1.Operations/SetFaults',
             octavo_dot_v1_dot_operations__pb2.SetFaultsRequest.SerializeToString,
             octavo_dot_v1_dot_operations__pb2.SetFaultsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.Operations/GetUsage',
+            octavo_dot_v1_dot_operations__pb2.GetUsageRequest.SerializeToString,
+            octavo_dot_v1_dot_operations__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

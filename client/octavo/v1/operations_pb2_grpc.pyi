@@ -55,6 +55,12 @@ class OperationsStub:
     ]
     """Only when fault injection was enabled at start."""
 
+    GetUsage: grpc.UnaryUnaryMultiCallable[
+        octavo.v1.operations_pb2.GetUsageRequest,
+        octavo.v1.operations_pb2.GetUsageResponse,
+    ]
+    """What each tenant has used, minute by minute."""
+
     AuditWorkers: grpc.UnaryUnaryMultiCallable[
         octavo.v1.operations_pb2.AuditWorkersRequest,
         octavo.v1.operations_pb2.AuditWorkersResponse,
@@ -97,6 +103,12 @@ class OperationsAsyncStub:
         octavo.v1.operations_pb2.SetFaultsResponse,
     ]
     """Only when fault injection was enabled at start."""
+
+    GetUsage: grpc.aio.UnaryUnaryMultiCallable[
+        octavo.v1.operations_pb2.GetUsageRequest,
+        octavo.v1.operations_pb2.GetUsageResponse,
+    ]
+    """What each tenant has used, minute by minute."""
 
     AuditWorkers: grpc.aio.UnaryUnaryMultiCallable[
         octavo.v1.operations_pb2.AuditWorkersRequest,
@@ -152,6 +164,14 @@ class OperationsServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[octavo.v1.operations_pb2.SetFaultsResponse, collections.abc.Awaitable[octavo.v1.operations_pb2.SetFaultsResponse]]:
         """Only when fault injection was enabled at start."""
+
+    @abc.abstractmethod
+    def GetUsage(
+        self,
+        request: octavo.v1.operations_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[octavo.v1.operations_pb2.GetUsageResponse, collections.abc.Awaitable[octavo.v1.operations_pb2.GetUsageResponse]]:
+        """What each tenant has used, minute by minute."""
 
     @abc.abstractmethod
     def AuditWorkers(

@@ -26,7 +26,7 @@ from octavo.v1 import common_pb2 as octavo_dot_v1_dot_common__pb2
 from octavo.v1 import worker_pb2 as octavo_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17octavo/v1/planlog.proto\x12\toctavo.v1\x1a\x16octavo/v1/common.proto\x1a\x16octavo/v1/worker.proto\"\xfe\x01\n\rPlanLogHeader\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x16\n\x0eoctavo_version\x18\x02 \x01(\t\x12\x18\n\x10\x63ore_config_json\x18\x03 \x01(\t\x12\x17\n\x0fstarted_unix_ms\x18\x04 \x01(\x03\x12\x10\n\x08sequence\x18\x05 \x01(\r\x12\x12\n\ncheckpoint\x18\x06 \x01(\x0c\x12)\n\x05state\x18\x07 \x01(\x0b\x32\x15.octavo.v1.CheckpointH\x00\x88\x01\x01\x12\'\n\x03gap\x18\x08 \x01(\x0b\x32\x15.octavo.v1.PlanLogGapH\x01\x88\x01\x01\x42\x08\n\x06_stateB\x06\n\x04_gap\";\n\nPlanLogGap\x12\r\n\x05since\x18\x01 \x01(\x01\x12\x0f\n\x07\x65ntries\x18\x02 \x01(\x04\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\xaf\x01\n\nCheckpoint\x12\x0f\n\x07version\x18\x01 \x01(\r\x12+\n\x07\x63lasses\x18\x02 \x03(\x0b\x32\x1a.octavo.v1.CheckpointClass\x12\r\n\x05kinds\x18\x03 \x03(\r\x12\r\n\x05sizes\x18\x04 \x03(\r\x12\x0e\n\x06values\x18\x05 \x03(\x04\x12\x0e\n\x06\x66loats\x18\x06 \x03(\x01\x12\x0f\n\x07strings\x18\x07 \x03(\t\x12\x14\n\x0c\x62yte_strings\x18\x08 \x03(\x0c\"/\n\x0f\x43heckpointClass\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66ields\x18\x02 \x03(\t\"\xe7\x04\n\x0cPlanLogEntry\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12(\n\x06submit\x18\x02 \x01(\x0b\x32\x16.octavo.v1.SubmitEventH\x00\x12(\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x16.octavo.v1.CancelEventH\x00\x12\x31\n\x0bstop_choice\x18\x04 \x01(\x0b\x32\x1a.octavo.v1.StopChoiceEventH\x00\x12-\n\tworker_up\x18\x05 \x01(\x0b\x32\x18.octavo.v1.WorkerUpEventH\x00\x12\x31\n\x0bworker_down\x18\x06 \x01(\x0b\x32\x1a.octavo.v1.WorkerDownEventH\x00\x12\x39\n\x0fworker_draining\x18\x07 \x01(\x0b\x32\x1e.octavo.v1.WorkerDrainingEventH\x00\x12(\n\x06report\x18\x08 \x01(\x0b\x32\x16.octavo.v1.ReportEventH\x00\x12$\n\x04tick\x18\t \x01(\x0b\x32\x14.octavo.v1.TickEventH\x00\x12&\n\x05\x64rain\x18\n \x01(\x0b\x32\x15.octavo.v1.DrainEventH\x00\x12\x37\n\x0etenant_weights\x18\x0e \x01(\x0b\x32\x1d.octavo.v1.TenantWeightsEventH\x00\x12\"\n\x05plans\x18\x0b \x03(\x0b\x32\x13.octavo.v1.SentPlan\x12\x18\n\x0b\x65\x66\x66\x65\x63ts_crc\x18\x0c \x01(\x07H\x01\x88\x01\x01\x12\x13\n\x06raised\x18\r \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05\x65ventB\x0e\n\x0c_effects_crcB\t\n\x07_raised\"+\n\x08SentPlan\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\"\xbb\x04\n\x0bSubmitEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12%\n\x08priority\x18\x05 \x01(\x0e\x32\x13.octavo.v1.Priority\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x13\n\x0bprompt_keys\x18\x07 \x01(\x0c\x12\x10\n\x08root_key\x18\x08 \x01(\x0c\x12\x1b\n\x0equeue_deadline\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rttft_deadline\x18\n \x01(\x01H\x01\x88\x01\x01\x12\x15\n\x08\x64\x65\x61\x64line\x18\x0b \x01(\x01H\x02\x88\x01\x01\x12)\n\x07resumed\x18\x0c \x03(\x0b\x32\x18.octavo.v1.ResumedTokens\x12\r\n\x05paced\x18\r \x01(\x08\x12\x14\n\x07\x61\x64\x61pter\x18\x0e \x01(\tH\x03\x88\x01\x01\x12\x10\n\x08may_shed\x18\x0f \x01(\x08\x12\x18\n\x10\x66inished_choices\x18\x10 \x03(\r\x12\r\n\x05order\x18\x11 \x01(\x11\x12\x15\n\rscored_tokens\x18\x12 \x01(\r\x12(\n\x07pooling\x18\x13 \x01(\x0e\x32\x12.octavo.v1.PoolingH\x04\x88\x01\x01\x42\x11\n\x0f_queue_deadlineB\x10\n\x0e_ttft_deadlineB\x0b\n\t_deadlineB\n\n\x08_adapterB\n\n\x08_pooling\"2\n\rResumedTokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"!\n\x0b\x43\x61ncelEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"5\n\x0fStopChoiceEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\xab\x02\n\rWorkerUpEvent\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12%\n\x08geometry\x18\x04 \x01(\x0b\x32\x13.octavo.v1.Geometry\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12#\n\x04pool\x18\x08 \x01(\x0b\x32\x15.octavo.v1.PoolReport\x12\x13\n\x0b\x64\x65vice_keys\x18\t \x01(\x0c\x12\x11\n\thost_keys\x18\n \x01(\x0c\x12\x10\n\x08\x61\x64\x61pters\x18\x0b \x03(\t\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\"$\n\x0fWorkerDownEvent\x12\x11\n\tworker_id\x18\x01 \x01(\t\"(\n\x13WorkerDrainingEvent\x12\x11\n\tworker_id\x18\x01 \x01(\t\"0\n\x0bReportEvent\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06report\x18\x02 \x01(\x0c\"\x0b\n\tTickEvent\"\x0c\n\nDrainEvent\"\x81\x01\n\x12TenantWeightsEvent\x12;\n\x07weights\x18\x01 \x03(\x0b\x32*.octavo.v1.TenantWeightsEvent.WeightsEntry\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*\xd7\x01\n\rCheckpointTag\x12\x1e\n\x1a\x43HECKPOINT_TAG_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43HECKPOINT_TAG_INTEGER\x10\x01\x12 \n\x1c\x43HECKPOINT_TAG_OTHER_INTEGER\x10\x02\x12\x18\n\x14\x43HECKPOINT_TAG_FLOAT\x10\x03\x12\x19\n\x15\x43HECKPOINT_TAG_STRING\x10\x04\x12\x18\n\x14\x43HECKPOINT_TAG_BYTES\x10\x05\x12\x19\n\x15\x43HECKPOINT_TAG_OBJECT\x10\x06*\xb4\x03\n\x0e\x43heckpointKind\x12\x1f\n\x1b\x43HECKPOINT_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43HECKPOINT_KIND_LIST\x10\x01\x12\x19\n\x15\x43HECKPOINT_KIND_TUPLE\x10\x02\x12\x18\n\x14\x43HECKPOINT_KIND_DICT\x10\x03\x12 \n\x1c\x43HECKPOINT_KIND_ORDERED_DICT\x10\x04\x12\x1b\n\x17\x43HECKPOINT_KIND_COUNTER\x10\x05\x12\x17\n\x13\x43HECKPOINT_KIND_SET\x10\x06\x12\x1d\n\x19\x43HECKPOINT_KIND_FROZENSET\x10\x07\x12\x19\n\x15\x43HECKPOINT_KIND_DEQUE\x10\x08\x12\x1f\n\x1b\x43HECKPOINT_KIND_UINT32_LIST\x10\t\x12 \n\x1c\x43HECKPOINT_KIND_UINT32_TUPLE\x10\n\x12\x1c\n\x18\x43HECKPOINT_KIND_KEY_LIST\x10\x0b\x12\x1d\n\x19\x43HECKPOINT_KIND_KEY_TUPLE\x10\x0c\x12 \n\x1c\x43HECKPOINT_KIND_UINT32_ARRAY\x10\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17octavo/v1/planlog.proto\x12\toctavo.v1\x1a\x16octavo/v1/common.proto\x1a\x16octavo/v1/worker.proto\"\xfe\x01\n\rPlanLogHeader\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x16\n\x0eoctavo_version\x18\x02 \x01(\t\x12\x18\n\x10\x63ore_config_json\x18\x03 \x01(\t\x12\x17\n\x0fstarted_unix_ms\x18\x04 \x01(\x03\x12\x10\n\x08sequence\x18\x05 \x01(\r\x12\x12\n\ncheckpoint\x18\x06 \x01(\x0c\x12)\n\x05state\x18\x07 \x01(\x0b\x32\x15.octavo.v1.CheckpointH\x00\x88\x01\x01\x12\'\n\x03gap\x18\x08 \x01(\x0b\x32\x15.octavo.v1.PlanLogGapH\x01\x88\x01\x01\x42\x08\n\x06_stateB\x06\n\x04_gap\";\n\nPlanLogGap\x12\r\n\x05since\x18\x01 \x01(\x01\x12\x0f\n\x07\x65ntries\x18\x02 \x01(\x04\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\xaf\x01\n\nCheckpoint\x12\x0f\n\x07version\x18\x01 \x01(\r\x12+\n\x07\x63lasses\x18\x02 \x03(\x0b\x32\x1a.octavo.v1.CheckpointClass\x12\r\n\x05kinds\x18\x03 \x03(\r\x12\r\n\x05sizes\x18\x04 \x03(\r\x12\x0e\n\x06values\x18\x05 \x03(\x04\x12\x0e\n\x06\x66loats\x18\x06 \x03(\x01\x12\x0f\n\x07strings\x18\x07 \x03(\t\x12\x14\n\x0c\x62yte_strings\x18\x08 \x03(\x0c\"/\n\x0f\x43heckpointClass\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66ields\x18\x02 \x03(\t\"\x97\x05\n\x0cPlanLogEntry\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12(\n\x06submit\x18\x02 \x01(\x0b\x32\x16.octavo.v1.SubmitEventH\x00\x12(\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x16.octavo.v1.CancelEventH\x00\x12\x31\n\x0bstop_choice\x18\x04 \x01(\x0b\x32\x1a.octavo.v1.StopChoiceEventH\x00\x12-\n\tworker_up\x18\x05 \x01(\x0b\x32\x18.octavo.v1.WorkerUpEventH\x00\x12\x31\n\x0bworker_down\x18\x06 \x01(\x0b\x32\x1a.octavo.v1.WorkerDownEventH\x00\x12\x39\n\x0fworker_draining\x18\x07 \x01(\x0b\x32\x1e.octavo.v1.WorkerDrainingEventH\x00\x12(\n\x06report\x18\x08 \x01(\x0b\x32\x16.octavo.v1.ReportEventH\x00\x12$\n\x04tick\x18\t \x01(\x0b\x32\x14.octavo.v1.TickEventH\x00\x12&\n\x05\x64rain\x18\n \x01(\x0b\x32\x15.octavo.v1.DrainEventH\x00\x12\x37\n\x0etenant_weights\x18\x0e \x01(\x0b\x32\x1d.octavo.v1.TenantWeightsEventH\x00\x12.\n\tdelivered\x18\x0f \x01(\x0b\x32\x19.octavo.v1.DeliveredEventH\x00\x12\"\n\x05plans\x18\x0b \x03(\x0b\x32\x13.octavo.v1.SentPlan\x12\x18\n\x0b\x65\x66\x66\x65\x63ts_crc\x18\x0c \x01(\x07H\x01\x88\x01\x01\x12\x13\n\x06raised\x18\r \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05\x65ventB\x0e\n\x0c_effects_crcB\t\n\x07_raised\"+\n\x08SentPlan\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\"\xbb\x04\n\x0bSubmitEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12%\n\x08priority\x18\x05 \x01(\x0e\x32\x13.octavo.v1.Priority\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x13\n\x0bprompt_keys\x18\x07 \x01(\x0c\x12\x10\n\x08root_key\x18\x08 \x01(\x0c\x12\x1b\n\x0equeue_deadline\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rttft_deadline\x18\n \x01(\x01H\x01\x88\x01\x01\x12\x15\n\x08\x64\x65\x61\x64line\x18\x0b \x01(\x01H\x02\x88\x01\x01\x12)\n\x07resumed\x18\x0c \x03(\x0b\x32\x18.octavo.v1.ResumedTokens\x12\r\n\x05paced\x18\r \x01(\x08\x12\x14\n\x07\x61\x64\x61pter\x18\x0e \x01(\tH\x03\x88\x01\x01\x12\x10\n\x08may_shed\x18\x0f \x01(\x08\x12\x18\n\x10\x66inished_choices\x18\x10 \x03(\r\x12\r\n\x05order\x18\x11 \x01(\x11\x12\x15\n\rscored_tokens\x18\x12 \x01(\r\x12(\n\x07pooling\x18\x13 \x01(\x0e\x32\x12.octavo.v1.PoolingH\x04\x88\x01\x01\x42\x11\n\x0f_queue_deadlineB\x10\n\x0e_ttft_deadlineB\x0b\n\t_deadlineB\n\n\x08_adapterB\n\n\x08_pooling\"2\n\rResumedTokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"!\n\x0b\x43\x61ncelEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"5\n\x0fStopChoiceEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\xbc\x02\n\rWorkerUpEvent\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12%\n\x08geometry\x18\x04 \x01(\x0b\x32\x13.octavo.v1.Geometry\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12#\n\x04pool\x18\x08 \x01(\x0b\x32\x15.octavo.v1.PoolReport\x12\x13\n\x0b\x64\x65vice_keys\x18\t \x01(\x0c\x12\x11\n\thost_keys\x18\n \x01(\x0c\x12\x10\n\x08\x61\x64\x61pters\x18\x0b \x03(\t\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\x12\x0f\n\x07\x64\x65vices\x18\r \x01(\r\"$\n\x0e\x44\x65liveredEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"$\n\x0fWorkerDownEvent\x12\x11\n\tworker_id\x18\x01 \x01(\t\"(\n\x13WorkerDrainingEvent\x12\x11\n\tworker_id\x18\x01 \x01(\t\"0\n\x0bReportEvent\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06report\x18\x02 \x01(\x0c\"\x0b\n\tTickEvent\"\x0c\n\nDrainEvent\"\x81\x01\n\x12TenantWeightsEvent\x12;\n\x07weights\x18\x01 \x03(\x0b\x32*.octavo.v1.TenantWeightsEvent.WeightsEntry\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*\xd7\x01\n\rCheckpointTag\x12\x1e\n\x1a\x43HECKPOINT_TAG_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43HECKPOINT_TAG_INTEGER\x10\x01\x12 \n\x1c\x43HECKPOINT_TAG_OTHER_INTEGER\x10\x02\x12\x18\n\x14\x43HECKPOINT_TAG_FLOAT\x10\x03\x12\x19\n\x15\x43HECKPOINT_TAG_STRING\x10\x04\x12\x18\n\x14\x43HECKPOINT_TAG_BYTES\x10\x05\x12\x19\n\x15\x43HECKPOINT_TAG_OBJECT\x10\x06*\xb4\x03\n\x0e\x43heckpointKind\x12\x1f\n\x1b\x43HECKPOINT_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43HECKPOINT_KIND_LIST\x10\x01\x12\x19\n\x15\x43HECKPOINT_KIND_TUPLE\x10\x02\x12\x18\n\x14\x43HECKPOINT_KIND_DICT\x10\x03\x12 \n\x1c\x43HECKPOINT_KIND_ORDERED_DICT\x10\x04\x12\x1b\n\x17\x43HECKPOINT_KIND_COUNTER\x10\x05\x12\x17\n\x13\x43HECKPOINT_KIND_SET\x10\x06\x12\x1d\n\x19\x43HECKPOINT_KIND_FROZENSET\x10\x07\x12\x19\n\x15\x43HECKPOINT_KIND_DEQUE\x10\x08\x12\x1f\n\x1b\x43HECKPOINT_KIND_UINT32_LIST\x10\t\x12 \n\x1c\x43HECKPOINT_KIND_UINT32_TUPLE\x10\n\x12\x1c\n\x18\x43HECKPOINT_KIND_KEY_LIST\x10\x0b\x12\x1d\n\x19\x43HECKPOINT_KIND_KEY_TUPLE\x10\x0c\x12 \n\x1c\x43HECKPOINT_KIND_UINT32_ARRAY\x10\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TENANTWEIGHTSEVENT_WEIGHTSENTRY']._loaded_options = None
   _globals['_TENANTWEIGHTSEVENT_WEIGHTSENTRY']._serialized_options = b'8\001'
-  _globals['_CHECKPOINTTAG']._serialized_start=2602
-  _globals['_CHECKPOINTTAG']._serialized_end=2817
-  _globals['_CHECKPOINTKIND']._serialized_start=2820
-  _globals['_CHECKPOINTKIND']._serialized_end=3256
+  _globals['_CHECKPOINTTAG']._serialized_start=2705
+  _globals['_CHECKPOINTTAG']._serialized_end=2920
+  _globals['_CHECKPOINTKIND']._serialized_start=2923
+  _globals['_CHECKPOINTKIND']._serialized_end=3359
   _globals['_PLANLOGHEADER']._serialized_start=87
   _globals['_PLANLOGHEADER']._serialized_end=341
   _globals['_PLANLOGGAP']._serialized_start=343
@@ -48,31 +48,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHECKPOINTCLASS']._serialized_start=582
   _globals['_CHECKPOINTCLASS']._serialized_end=629
   _globals['_PLANLOGENTRY']._serialized_start=632
-  _globals['_PLANLOGENTRY']._serialized_end=1247
-  _globals['_SENTPLAN']._serialized_start=1249
-  _globals['_SENTPLAN']._serialized_end=1292
-  _globals['_SUBMITEVENT']._serialized_start=1295
-  _globals['_SUBMITEVENT']._serialized_end=1866
-  _globals['_RESUMEDTOKENS']._serialized_start=1868
-  _globals['_RESUMEDTOKENS']._serialized_end=1918
-  _globals['_CANCELEVENT']._serialized_start=1920
-  _globals['_CANCELEVENT']._serialized_end=1953
-  _globals['_STOPCHOICEEVENT']._serialized_start=1955
-  _globals['_STOPCHOICEEVENT']._serialized_end=2008
-  _globals['_WORKERUPEVENT']._serialized_start=2011
-  _globals['_WORKERUPEVENT']._serialized_end=2310
-  _globals['_WORKERDOWNEVENT']._serialized_start=2312
-  _globals['_WORKERDOWNEVENT']._serialized_end=2348
-  _globals['_WORKERDRAININGEVENT']._serialized_start=2350
-  _globals['_WORKERDRAININGEVENT']._serialized_end=2390
-  _globals['_REPORTEVENT']._serialized_start=2392
-  _globals['_REPORTEVENT']._serialized_end=2440
-  _globals['_TICKEVENT']._serialized_start=2442
-  _globals['_TICKEVENT']._serialized_end=2453
-  _globals['_DRAINEVENT']._serialized_start=2455
-  _globals['_DRAINEVENT']._serialized_end=2467
-  _globals['_TENANTWEIGHTSEVENT']._serialized_start=2470
-  _globals['_TENANTWEIGHTSEVENT']._serialized_end=2599
-  _globals['_TENANTWEIGHTSEVENT_WEIGHTSENTRY']._serialized_start=2553
-  _globals['_TENANTWEIGHTSEVENT_WEIGHTSENTRY']._serialized_end=2599
+  _globals['_PLANLOGENTRY']._serialized_end=1295
+  _globals['_SENTPLAN']._serialized_start=1297
+  _globals['_SENTPLAN']._serialized_end=1340
+  _globals['_SUBMITEVENT']._serialized_start=1343
+  _globals['_SUBMITEVENT']._serialized_end=1914
+  _globals['_RESUMEDTOKENS']._serialized_start=1916
+  _globals['_RESUMEDTOKENS']._serialized_end=1966
+  _globals['_CANCELEVENT']._serialized_start=1968
+  _globals['_CANCELEVENT']._serialized_end=2001
+  _globals['_STOPCHOICEEVENT']._serialized_start=2003
+  _globals['_STOPCHOICEEVENT']._serialized_end=2056
+  _globals['_WORKERUPEVENT']._serialized_start=2059
+  _globals['_WORKERUPEVENT']._serialized_end=2375
+  _globals['_DELIVEREDEVENT']._serialized_start=2377
+  _globals['_DELIVEREDEVENT']._serialized_end=2413
+  _globals['_WORKERDOWNEVENT']._serialized_start=2415
+  _globals['_WORKERDOWNEVENT']._serialized_end=2451
+  _globals['_WORKERDRAININGEVENT']._serialized_start=2453
+  _globals['_WORKERDRAININGEVENT']._serialized_end=2493
+  _globals['_REPORTEVENT']._serialized_start=2495
+  _globals['_REPORTEVENT']._serialized_end=2543
+  _globals['_TICKEVENT']._serialized_start=2545
+  _globals['_TICKEVENT']._serialized_end=2556
+  _globals['_DRAINEVENT']._serialized_start=2558
+  _globals['_DRAINEVENT']._serialized_end=2570
+  _globals['_TENANTWEIGHTSEVENT']._serialized_start=2573
+  _globals['_TENANTWEIGHTSEVENT']._serialized_end=2702
+  _globals['_TENANTWEIGHTSEVENT_WEIGHTSENTRY']._serialized_start=2656
+  _globals['_TENANTWEIGHTSEVENT_WEIGHTSENTRY']._serialized_end=2702
 # @@protoc_insertion_point(module_scope)

@@ -277,6 +277,7 @@ class PlanLogEntry(google.protobuf.message.Message):
     TICK_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
     TENANT_WEIGHTS_FIELD_NUMBER: builtins.int
+    DELIVERED_FIELD_NUMBER: builtins.int
     PLANS_FIELD_NUMBER: builtins.int
     EFFECTS_CRC_FIELD_NUMBER: builtins.int
     RAISED_FIELD_NUMBER: builtins.int
@@ -307,6 +308,8 @@ class PlanLogEntry(google.protobuf.message.Message):
     @property
     def tenant_weights(self) -> global___TenantWeightsEvent: ...
     @property
+    def delivered(self) -> global___DeliveredEvent: ...
+    @property
     def plans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SentPlan]: ...
     def __init__(
         self,
@@ -322,18 +325,19 @@ class PlanLogEntry(google.protobuf.message.Message):
         tick: global___TickEvent | None = ...,
         drain: global___DrainEvent | None = ...,
         tenant_weights: global___TenantWeightsEvent | None = ...,
+        delivered: global___DeliveredEvent | None = ...,
         plans: collections.abc.Iterable[global___SentPlan] | None = ...,
         effects_crc: builtins.int | None = ...,
         raised: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_effects_crc", b"_effects_crc", "_raised", b"_raised", "cancel", b"cancel", "drain", b"drain", "effects_crc", b"effects_crc", "event", b"event", "raised", b"raised", "report", b"report", "stop_choice", b"stop_choice", "submit", b"submit", "tenant_weights", b"tenant_weights", "tick", b"tick", "worker_down", b"worker_down", "worker_draining", b"worker_draining", "worker_up", b"worker_up"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_effects_crc", b"_effects_crc", "_raised", b"_raised", "cancel", b"cancel", "drain", b"drain", "effects_crc", b"effects_crc", "event", b"event", "now", b"now", "plans", b"plans", "raised", b"raised", "report", b"report", "stop_choice", b"stop_choice", "submit", b"submit", "tenant_weights", b"tenant_weights", "tick", b"tick", "worker_down", b"worker_down", "worker_draining", b"worker_draining", "worker_up", b"worker_up"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_effects_crc", b"_effects_crc", "_raised", b"_raised", "cancel", b"cancel", "delivered", b"delivered", "drain", b"drain", "effects_crc", b"effects_crc", "event", b"event", "raised", b"raised", "report", b"report", "stop_choice", b"stop_choice", "submit", b"submit", "tenant_weights", b"tenant_weights", "tick", b"tick", "worker_down", b"worker_down", "worker_draining", b"worker_draining", "worker_up", b"worker_up"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_effects_crc", b"_effects_crc", "_raised", b"_raised", "cancel", b"cancel", "delivered", b"delivered", "drain", b"drain", "effects_crc", b"effects_crc", "event", b"event", "now", b"now", "plans", b"plans", "raised", b"raised", "report", b"report", "stop_choice", b"stop_choice", "submit", b"submit", "tenant_weights", b"tenant_weights", "tick", b"tick", "worker_down", b"worker_down", "worker_draining", b"worker_draining", "worker_up", b"worker_up"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_effects_crc", b"_effects_crc"]) -> typing.Literal["effects_crc"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_raised", b"_raised"]) -> typing.Literal["raised"] | None: ...
     @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["submit", "cancel", "stop_choice", "worker_up", "worker_down", "worker_draining", "report", "tick", "drain", "tenant_weights"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["submit", "cancel", "stop_choice", "worker_up", "worker_down", "worker_draining", "report", "tick", "drain", "tenant_weights", "delivered"] | None: ...
 
 global___PlanLogEntry = PlanLogEntry
 
@@ -518,6 +522,7 @@ class WorkerUpEvent(google.protobuf.message.Message):
     HOST_KEYS_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     model: builtins.str
@@ -529,6 +534,8 @@ class WorkerUpEvent(google.protobuf.message.Message):
     host_keys: builtins.bytes
     draining: builtins.bool
     """It takes nothing new: an operator had drained it before its stream broke."""
+    devices: builtins.int
+    """GPUs that it computes on together; 0 is 1."""
     @property
     def geometry(self) -> octavo.v1.worker_pb2.Geometry: ...
     @property
@@ -552,11 +559,29 @@ class WorkerUpEvent(google.protobuf.message.Message):
         host_keys: builtins.bytes = ...,
         adapters: collections.abc.Iterable[builtins.str] | None = ...,
         draining: builtins.bool = ...,
+        devices: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["geometry", b"geometry", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device_keys", b"device_keys", "draining", b"draining", "geometry", b"geometry", "host_keys", b"host_keys", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pool", b"pool", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device_keys", b"device_keys", "devices", b"devices", "draining", b"draining", "geometry", b"geometry", "host_keys", b"host_keys", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pool", b"pool", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerUpEvent = WorkerUpEvent
+
+@typing.final
+class DeliveredEvent(google.protobuf.message.Message):
+    """The client has taken the end of a request, some time after there was one. It changes nothing."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
+
+global___DeliveredEvent = DeliveredEvent
 
 @typing.final
 class WorkerDownEvent(google.protobuf.message.Message):

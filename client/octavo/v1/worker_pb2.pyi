@@ -147,6 +147,7 @@ class WorkerDescription(google.protobuf.message.Message):
     ALIASES_FIELD_NUMBER: builtins.int
     LIMITS_REASON_FIELD_NUMBER: builtins.int
     SHARED_SAMPLING_FIELD_NUMBER: builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     """Drawn at start: another value means that the cache was lost."""
@@ -173,6 +174,8 @@ class WorkerDescription(google.protobuf.message.Message):
     """How max_num_seqs and max_num_batched_tokens came about, in words."""
     shared_sampling: builtins.bool
     """It understands Admit.sampling_of."""
+    structured_output: builtins.bool
+    """It holds output to a StructuredOutput."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -223,9 +226,10 @@ class WorkerDescription(google.protobuf.message.Message):
         aliases: collections.abc.Iterable[builtins.str] | None = ...,
         limits_reason: builtins.str = ...,
         shared_sampling: builtins.bool = ...,
+        structured_output: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "_devices", b"_devices", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "devices", b"devices", "generation_defaults", b"generation_defaults", "geometry", b"geometry"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "_devices", b"_devices", "adapters", b"adapters", "add_bos_token", b"add_bos_token", "aliases", b"aliases", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation_defaults", b"generation_defaults", "geometry", b"geometry", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "limits_reason", b"limits_reason", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_id", b"model_id", "protocol_version", b"protocol_version", "revision", b"revision", "runner", b"runner", "shared_sampling", b"shared_sampling", "special_tokens", b"special_tokens", "tokenizer_files", b"tokenizer_files", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "_devices", b"_devices", "adapters", b"adapters", "add_bos_token", b"add_bos_token", "aliases", b"aliases", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation_defaults", b"generation_defaults", "geometry", b"geometry", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "limits_reason", b"limits_reason", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_id", b"model_id", "protocol_version", b"protocol_version", "revision", b"revision", "runner", b"runner", "shared_sampling", b"shared_sampling", "special_tokens", b"special_tokens", "structured_output", b"structured_output", "tokenizer_files", b"tokenizer_files", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bos_token_id", b"_bos_token_id"]) -> typing.Literal["bos_token_id"] | None: ...
     @typing.overload
@@ -1113,7 +1117,7 @@ class StepError(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     kind: builtins.str
-    """OOM, INVALID_VALUE, DEVICE, EXCEPTION."""
+    """OOM, INVALID_VALUE, DEVICE, EXCEPTION; GRAMMAR: the constraint of these sequences is at fault."""
     message: builtins.str
     @property
     def handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 import sys
@@ -17,19 +16,11 @@ from octavo.v1 import operations_pb2 as ops
 
 from octavo_lab.chaos import floods
 from octavo_lab.chaos.links import WAYS, Links
-from octavo_lab.chaos.schedule import KINDS, Action
+from octavo_lab.chaos.schedule import KINDS, TAKES_AWAY, Action
 from octavo_lab.chaos.stack import ChaosStack, send
 
-_FAULTS: Final = {
-    "slow-step": ops.FAULT_KIND_SLOW_STEP,
-    "hang": ops.FAULT_KIND_HANG,
-    "step-error": ops.FAULT_KIND_STEP_ERROR,
-    "oom": ops.FAULT_KIND_STEP_OOM,
-    "allocation": ops.FAULT_KIND_ALLOCATION,
-    "stream-drop": ops.FAULT_KIND_STREAM_DROP,
-    "lost-report": ops.FAULT_KIND_LOST_REPORT,
-    "eviction-race": ops.FAULT_KIND_EVICTION_RACE,
-}
+_BACK_WITHIN_S: Final = 180.0
+"""A process that is drained has ended and serves again within so long, or the stack is broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +47,20 @@ class Attack:
                 await asyncio.sleep(began + action.at_s - time.monotonic())
                 group.create_task(self._perform(action))
 
-    def _poisoned(self) -> list[ops.Fault]:
-        poison = self._stack.poison
-        return [] if poison is None else [ops.Fault(kind=ops.FAULT_KIND_CRASH, token_id=poison)]
+    async def roll(self, pause_s: float) -> None:
+        """Drain all workers, all schedulers and a gateway, each when the one before serves again.
+
+        Raises:
+            StackError: one does not come back.
+        """
+        stack = self._stack
+        for child in (*stack.workers, *stack.schedulers, *stack.gateways[:1]):
+            await asyncio.sleep(pause_s)
+            what, former = child.name.partition("-")[0], child.process
+            self.done.append(Done(Action(0.0, f"drain-{what}", 0, 0.0), time.monotonic(), child.name))
+            stack.strike(child)
+            child.signal(signal.SIGTERM)
+            await stack.settled(_BACK_WITHIN_S, idle=False, without=former)
 
     async def _perform(self, action: Action) -> None:
         what = KINDS[action.kind][0]
@@ -70,15 +72,19 @@ class Attack:
             await asyncio.sleep(action.seconds)
             self._links.set(link, False, False)
             return
-        all_of = {"worker": self._stack.workers, "scheduler": self._stack.schedulers}
-        all_of |= {"gateway": self._stack.gateways, "port": self._stack.schedulers + self._stack.gateways}
+        stack = self._stack
+        all_of = {"worker": stack.workers, "scheduler": stack.schedulers, "gateway": stack.gateways}
+        all_of |= {"fault": stack.workers, "port": stack.schedulers + stack.gateways}
         children = [child for child in all_of[what] if child.alive]
         if not children:
             self.done.append(Done(action, at, ""))
             return
         child = children[action.target % len(children)]
+        if action.kind in TAKES_AWAY and stack.spares and not await stack.ready() - {child.address}:
+            self.done.append(Done(action, at, ""))
+            return
         self.done.append(Done(action, at, child.name))
-        if action.kind in _FAULTS:
+        if what == "fault":
             await self._fault(action, child)
         elif action.kind in floods.FLOODS:
             command = ("-m", "octavo._child", str(os.getpid()), floods.__name__)
@@ -100,14 +106,15 @@ class Attack:
                 send(child, signal.SIGSTOP)
                 await asyncio.sleep(action.seconds)
                 if child.process is process:
-                    send(child, signal.SIGCONT)
+                    self._stack.revive(child)
 
     async def _fault(self, action: Action, worker: Child) -> None:
-        fault = ops.Fault(kind=_FAULTS[action.kind], count=1, duration_ms=round(1000 * action.seconds))
+        kind = ops.FaultKind.Value("FAULT_KIND_" + action.kind.replace("-", "_").upper())
+        fault = ops.Fault(kind=kind, count=1, duration_ms=round(1000 * action.seconds))
         process = worker.process
         if action.kind == "hang":
             self._stack.strike(worker)
-        await self._stack.inject(worker, *self._poisoned(), fault)
+        await self._stack.inject(worker, fault)
         if action.kind == "hang":
             await asyncio.sleep(action.seconds)
             if worker.process is process:
@@ -116,8 +123,7 @@ class Attack:
 
 def heal(stack: ChaosStack, links: Links) -> None:
     """Undo whatever still lasts."""
-    for link, child in itertools.zip_longest(range(links.count), stack.children):
-        if link is not None:
-            links.set(link, False, False)
-        if child is not None:
-            send(child, signal.SIGCONT)
+    for link in range(links.count):
+        links.set(link, False, False)
+    for child in stack.children:
+        send(child, signal.SIGCONT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import itertools
 import time
 from collections.abc import Sequence
@@ -14,14 +13,14 @@ from typing import Final
 import numpy as np
 from octavo.aio import AsyncClient
 
-from octavo_lab.chaos.links import Links
 from octavo_lab.chaos.stack import ChaosStack, Sizes, running
 from octavo_lab.plots import panels, save, styled
 from octavo_lab.report import table
 
-_SPEED: Final = ("--sim-speed", "50")
+_SPEED: Final = ("--sim-speed", "50", "--max-num-seqs", "128")
 _READY_S: Final = 120.0
 _SAMPLES: Final = 240
+_SHOWN: Final = 12
 _MIB: Final = 2**20
 FLAT_MIB: Final = 4.0
 """Memory that grows by no more in the second half of a run is flat: allocators keep what they had once."""
@@ -62,31 +61,28 @@ class Curve:
         return not self.failed and all(mib <= FLAT_MIB and fds <= FLAT_DESCRIPTORS for mib, fds in grown)
 
     def as_text(self) -> str:
-        """Return a table of the processes."""
-        first, last = self.samples[len(self.samples) // 2], self.samples[-1]
+        """Return the curve as a table: MiB and descriptors of each process over time."""
+        last, grown = self.samples[-1], self.growth()
+        shown = np.unique(np.linspace(0, len(self.samples) - 1, _SHOWN, dtype=int))
         rows = [
-            (name, *(f"{one.of[name][0] / _MIB:.1f}" for one in (first, last)), f"{mib:+.2f}", f"{fds:+.1f}")
-            for name, (mib, fds) in self.growth().items()
+            (
+                f"{one.at_s:.0f}",
+                one.requests,
+                *(f"{one.of[name][0] / _MIB:.1f} / {one.of[name][1]}" for name in grown),
+            )
+            for one in (self.samples[index] for index in shown)
         ]
-        header = ("process", "MiB half way", "at the end", "gained", "descriptors gained")
+        rows.append(("gained", "", *(f"{mib:+.2f} / {fds:+.1f}" for mib, fds in grown.values())))
         verdict = "flat" if self.flat else "NOT flat"
         told = f"{last.requests} requests in {last.at_s:.0f} s, {self.failed} failed: {verdict}"
-        return f"{table(header, rows)}\n\n{told}"
+        return f"{table(('seconds', 'requests', *grown), rows)}\n\nMiB / descriptors. {told}"
 
     def write(self, folder: Path) -> None:
-        """Write the curve as CSV and as a plot, or raise OSError."""
-        names = list(self.samples[-1].of)
-        with (folder / "churn.csv").open("w", newline="") as file:
-            lines = csv.writer(file)
-            units = itertools.product(names, ("bytes", "descriptors"))
-            lines.writerow(("at_s", "requests", *(" ".join(unit) for unit in units)))
-            for sample in self.samples:
-                values = (value for name in names for value in sample.of[name])
-                lines.writerow((round(sample.at_s, 1), sample.requests, *values))
+        """Write the curve as a plot, or raise OSError."""
         with styled():
             figure, axes = panels((10, 6), rows=2, sharex=True)
             for index, (axis, label) in enumerate(zip(axes, ("MiB", "descriptors"), strict=True)):
-                for name in names:
+                for name in self.samples[-1].of:
                     curve = [sample.of[name][index] / (_MIB, 1)[index] for sample in self.samples]
                     axis.plot([sample.requests for sample in self.samples], curve, label=name)
                 axis.set_ylabel(label)
@@ -99,24 +95,23 @@ def churn(sizes: Sizes, seconds: float, requests: int, streams: int) -> Curve:
     """Send short requests until either bound is reached; StackError: the stack cannot start."""
     args = (*sizes.worker_args, *_SPEED)
     quiet = Sizes(workers=sizes.workers, schedulers=sizes.schedulers, gateways=0, worker_args=args)
-    with running(quiet) as (stack, links):
-        return asyncio.run(_run(stack, links, seconds, requests, streams))
+    with running(quiet) as (stack, _):
+        return asyncio.run(_run(stack, seconds, requests, streams))
 
 
-async def _run(stack: ChaosStack, links: Links, seconds: float, requests: int, streams: int) -> Curve:
-    del links
+async def _run(stack: ChaosStack, seconds: float, requests: int, streams: int) -> Curve:
     await stack.settled(_READY_S)
     samples: list[Held] = []
     done, failed, began = itertools.count(), 0, time.monotonic()
     count = 0
 
-    async def stream(client: AsyncClient, index: int) -> None:
+    async def stream(client: AsyncClient) -> None:
         nonlocal count, failed
         while time.monotonic() < began + seconds and (number := next(done)) < requests:
             prompt = [3 + (number // 200 + place) % 200 for place in range(8)]
             try:
                 answer = await client.generate(
-                    [3 + number % 200, *prompt], max_tokens=1 + index % 4, skip_text=True
+                    [3 + number % 200, *prompt], max_tokens=1 + number % 2, skip_text=True
                 )
                 failed += not answer.token_ids
             except Exception:  # noqa: BLE001 # it is counted, whatever it is
@@ -130,7 +125,7 @@ async def _run(stack: ChaosStack, links: Links, seconds: float, requests: int, s
 
     async with AsyncClient(stack.endpoints) as client:
         watcher = asyncio.create_task(watch())
-        await asyncio.gather(*(stream(client, index) for index in range(streams)))
+        await asyncio.gather(*(stream(client) for _ in range(streams)))
         watcher.cancel()
     await stack.settled(_READY_S)
     samples.append(Held(time.monotonic() - began, count, stack.resources()))

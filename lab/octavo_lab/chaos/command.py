@@ -31,8 +31,14 @@ FLAGS: Final[tuple[Flag, ...]] = (
     ("--kinds", str, ",".join(KINDS), "KIND,...", "what to do"),
     ("--poison", float, None, "S", "a request that kills workers, every so many seconds"),
     ("--requests", int, 1_000_000, "N", "with --churn: how many, unless the time is over before"),
-    ("--out", Path, None, "DIR", "with --churn: write churn.csv and churn.png there"),
+    ("--out", Path, None, "DIR", "with --churn: write churn.png there"),
     ("--json", Path, None, "FILE", "write what was found there"),
+)
+SWITCHES: Final = (
+    ("--netns", "workers in network namespaces of their own, cut there; for root"),
+    ("--churn", "no attack: short requests, and whether any process grows"),
+    ("--rolling", "no attack: drain and start anew everything, one after the other"),
+    ("--plan", "only print what would be done, and when"),
 )
 
 
@@ -42,11 +48,8 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
     add_flags(parser, FLAGS)
     add = parser.add_argument
     add("--runner", choices=RUNNERS, default="sim", help="what workers compute with (default: sim)")
-    add(
-        "--netns", action="store_true", help="workers in network namespaces of their own, cut there; for root"
-    )
-    add("--churn", action="store_true", help="no attack: short requests, and whether any process grows")
-    add("--plan", action="store_true", help="only print what would be done, and when")
+    for flag, told in SWITCHES:
+        add(flag, action="store_true", help=told)
     repeated = "argument of each worker; repeatable"
     add("--worker-arg", action="append", default=[], metavar="ARG", help=repeated)
 
@@ -102,6 +105,7 @@ def _attack(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
             every_s=arguments.every,
             streams=arguments.streams,
             max_tokens=arguments.max_tokens,
+            rolling=arguments.rolling,
             poison_s=arguments.poison,
         )
     )

@@ -15,21 +15,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 WAYS: Final = {"cut": (True, True), "cut-there": (True, False), "cut-back": (False, True)}
 """Whether requests and whether answers are held back, by kind of action."""
 _NET: Final = "10.77"
 _CLONE_NEWNET: Final = 0x40000000
-
-
-class Links(Protocol):
-    """Numbered links between the processes of a stack."""
-
-    count: int
-
-    def set(self, link: int, there: bool, back: bool) -> None:  # the two ways of a link
-        """Hold back what goes there and what comes back, or let it go."""
 
 
 class ProxyLinks:
@@ -40,8 +31,8 @@ class ProxyLinks:
         command = [sys.executable, "-m", "octavo._child", str(os.getpid()), __name__, json.dumps(links)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, process_group=0)  # noqa: S603 # our own module
 
-    def set(self, link: int, there: bool, back: bool) -> None:  # as in Links
-        """As in Links."""
+    def set(self, link: int, there: bool, back: bool) -> None:  # the two ways of a link
+        """Hold back what goes there and what comes back, or let it go."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps((link, there, back)) + "\n")
         self._process.stdin.flush()
@@ -87,8 +78,8 @@ class Namespaces:
                 with suppress(subprocess.CalledProcessError):
                     _ip(words)
 
-    def set(self, link: int, there: bool, back: bool) -> None:  # as in Links
-        """As in Links. Each end loses its way to the other: nothing tells a sender."""
+    def set(self, link: int, there: bool, back: bool) -> None:  # as above
+        """Let an end lose its way to the other, or have it again: nothing tells a sender."""
         name, _, _ = self._names(link)
         for held, where, peer in ((there, "", 2), (back, f"-n {name} ", 1)):
             with suppress(subprocess.CalledProcessError):  # It is so already.
@@ -110,6 +101,9 @@ class Namespaces:
 
     def _names(self, index: int) -> tuple[str, str, str]:
         return f"{self._tag}n{index}", f"{self._tag}a{index}", f"{self._tag}b{index}"
+
+
+Links = ProxyLinks | Namespaces
 
 
 def _ip(words: str) -> None:

@@ -18,10 +18,8 @@ _PAUSE_S: Final = (0.1, 1.0)
 """Between two tries, at first and at most."""
 _ENOUGH_S: Final = 5.0
 """To wait for a scheduler that says nothing at all, before the next is tried."""
-_LOST: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""How a stream ends that is lost. CANCELLED is what gRPC makes of a stream that its peer has cut."""
-_MOVE_ON: Final = ("DRAINING", "NO_WORKER", "DUPLICATE_REQUEST_ID")
-"""Refusals after which another scheduler, or this one soon, may take the request."""
+_LOST: Final = tuple(grpc.StatusCode[name] for name in ("CANCELLED", "INTERNAL", "UNKNOWN", "ABORTED"))
+"""What gRPC makes of a broken transport, besides UNAVAILABLE."""
 OnDelta = Callable[[int, Sequence[int], str], None]
 
 
@@ -43,11 +41,6 @@ class Resumption:
     def done(self) -> bool:
         """Whether every choice has its end."""
         return len(self._finished) == len(self._choices)
-
-    @property
-    def begun(self) -> bool:
-        """Whether a scheduler had taken it."""
-        return self._accepted is not None
 
     def to_send(self) -> pb.GenerateRequest:
         """Return the request as asked, and, once it was accepted, what goes on from there."""
@@ -79,6 +72,11 @@ class Resumption:
                 pass
 
 
+def may_go_on(code: grpc.StatusCode, reason: str) -> bool:
+    """Return whether a request that ended so may be sent again; `reason` is the service's own, if any."""
+    return code is grpc.StatusCode.UNAVAILABLE or (code in _LOST and not reason)
+
+
 async def generate(endpoints: Sequence[str], request: pb.GenerateRequest, on_delta: OnDelta) -> int:
     """Run a request to its end, whatever becomes of schedulers; return how often it was refused for load.
 
@@ -105,7 +103,7 @@ async def generate(endpoints: Sequence[str], request: pb.GenerateRequest, on_del
                 if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                     refused += 1
                     pause_s = max(pause_s, told.retry_delay_ms / 1000)
-                elif error.code() not in _LOST and told.reason not in _MOVE_ON:
+                elif not may_go_on(error.code(), told.reason):
                     raise GenerateFailed(f"{error.details()} [{told.reason or error.code().name}]") from None
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_S[1])

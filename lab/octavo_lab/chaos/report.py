@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class Findings:
     @property
     def worst_pause_s(self) -> float:
         """The longest that a stream stood still, whatever the reason."""
-        return max((gap for one in self.answers for gap in _gaps(one)), default=0.0)
+        return longest_gap_s(self.answers)
 
     def pauses(self) -> dict[str, list[float]]:
         """Return, by kind, the seconds from an action to the next token of each stream that it touched.
@@ -58,7 +59,7 @@ class Findings:
         times = [one.at for one in actions]
         touched_s = max(_LEAST_PAUSE_S, _TIMES_CALM * self.calm_gap_s)
         for answer in self.answers:
-            for last, following in zip(answer.arrivals, answer.arrivals[1:], strict=False):
+            for last, following in itertools.pairwise(answer.arrivals):
                 index = bisect.bisect_left(times, last - _LAG_S)
                 if following - last > touched_s and index < len(times) and times[index] < following:
                     found[actions[index].action.kind].append(following - times[index])
@@ -132,10 +133,6 @@ class Findings:
         return "\n\n".join(parts)
 
 
-def _gaps(answer: Reply) -> list[float]:
-    return [b - a for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
-
-
 def longest_gap_s(answers: Sequence[Reply]) -> float:
     """Return the longest that one of these streams stood still."""
-    return max((gap for one in answers for gap in _gaps(one)), default=0.0)
+    return max((b - a for one in answers for a, b in itertools.pairwise(one.arrivals)), default=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -39,6 +40,8 @@ class ChaosSettings:
     every_s: float = 2.5
     streams: int = 40
     max_tokens: int = 96
+    rolling: bool = False
+    """Instead of all that: drain everything, one after the other, `every_s` after the last one is back."""
     poison_s: float | None = None
     """Seconds between requests that kill workers; None: there are none."""
 
@@ -72,20 +75,23 @@ async def _run(settings: ChaosSettings, stack: ChaosStack, links: Links) -> Find
     began = time.monotonic()
     attacker = Attack(stack, links)
     poisons: list[Reply] = []
-    actions = schedule(
-        settings.seed, settings.kinds, settings.seconds, settings.every_s, settings.sizes.watchdog_s
-    )
-    until = began + settings.seconds
+    over = asyncio.Event()
     streams = [
-        asyncio.create_task(traffic.stream(f"{kind}-{number}", ask, asked, until))
+        asyncio.create_task(traffic.stream(f"{kind}-{number}", ask, asked, over))
         for number, (kind, ask) in enumerate(traffic.clients(settings.streams))
     ]
     if settings.poison_s is not None:
-        poison = _poison(stack, attacker.done, settings.poison_s, until, poisons)
+        poison = _poison(stack, attacker.done, settings.poison_s, over, poisons)
         streams.append(asyncio.create_task(poison))
-    await attacker.perform(actions, began)
+    if settings.rolling:
+        await attacker.roll(settings.every_s)
+    else:
+        plan = (settings.seed, settings.kinds, settings.seconds, settings.every_s)
+        await attacker.perform(schedule(*plan, settings.sizes.watchdog_s), began)
+        await asyncio.sleep(began + settings.seconds - time.monotonic())
     heal(stack, links)
-    await asyncio.wait(streams, timeout=max(0.0, until - time.monotonic()) + PATIENCE_S + 10.0)
+    over.set()
+    await asyncio.wait(streams, timeout=PATIENCE_S + 10.0)
     found = {**asdict(settings), "kinds": list(settings.kinds), "logs": str(stack.folder)}
     report = Findings(found, attacker.done, traffic.answers, began, longest_gap_s(calm))
     await traffic.aclose()
@@ -97,13 +103,15 @@ async def _run(settings: ChaosSettings, stack: ChaosStack, links: Links) -> Find
 
 
 async def _poison(
-    stack: ChaosStack, done: list[Done], every_s: float, until: float, answers: list[Reply]
+    stack: ChaosStack, done: list[Done], every_s: float, over: asyncio.Event, answers: list[Reply]
 ) -> None:
-    """Send a request that kills whoever computes it, every so many seconds, until a time."""
+    """Send a request that kills whoever computes it, every so many seconds, until it is over."""
     question = Question(-1, "poison", 1, 0.0, 4)
     async with AsyncClient(stack.endpoints) as client:
-        while time.monotonic() + every_s < until:
-            await asyncio.sleep(every_s)
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), every_s)
+                return
             answer = Reply(question, client="poison", request_id=f"chaos-poison-{len(answers)}")
             for worker in stack.workers:
                 stack.strike(worker)

@@ -26,18 +26,20 @@ KINDS: Final[dict[str, tuple[str, float, float]]] = {
     "deaf": ("scheduler", 3, 6),
     "half-open": ("port", 3, 8),
     "pings": ("scheduler", 1, 2),
-    "slow-step": ("worker", 0.2, 1),
-    "hang": ("worker", 3, 3),
-    "step-error": ("worker", 0, 0),
-    "oom": ("worker", 0, 0),
-    "allocation": ("worker", 0, 0),
-    "stream-drop": ("worker", 0, 0),
-    "lost-report": ("worker", 0, 0),
-    "eviction-race": ("worker", 0, 0),
+    "slow-step": ("fault", 0.2, 1),
+    "hang": ("fault", 3, 3),
+    "step-error": ("fault", 0, 0),
+    "step-oom": ("fault", 0, 0),
+    "allocation": ("fault", 0, 0),
+    "stream-drop": ("fault", 0, 0),
+    "lost-report": ("fault", 0, 0),
+    "eviction-race": ("fault", 0, 0),
 }
-"""By name: what it strikes, and for how many seconds, at least and at most."""
+"""By name: what it strikes, and for how many seconds, at least and at most. Faults are set on a worker."""
 PAST_WATCHDOG: Final = ("stop-worker-long", "hang")
 """Kinds that last so much longer than a worker may owe a report."""
+TAKES_AWAY: Final = ("kill-worker", "drain-worker", *PAST_WATCHDOG)
+"""Kinds after which a worker starts anew."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from subprocess import Popen
 from typing import Final, cast
 
 import grpc.aio
 import psutil
 from octavo.aio import AsyncClient
 from octavo.errors import OctavoError
-from octavo.stack import Child, Stack, StackConfig, StackError, free_ports
+from octavo.stack import Child, Stack, StackConfig, StackError, free_ports, listens
 from octavo.status import Status
 from octavo.v1 import operations_pb2 as ops
 from octavo.v1 import operations_pb2_grpc as ops_grpc
@@ -56,6 +57,8 @@ class ChaosStack(Stack):
 
     def __init__(self, sizes: Sizes, namespaces: Namespaces | None, *, poisoned: bool) -> None:
         model, flags = RUNNERS[sizes.runner]
+        self.spares = sizes.runner != "sim"
+        """A model takes long to load: while another worker is away, none is taken away."""
         self.poison = POISON[model] if poisoned else None
         poison_flags = ("--poison-token", str(self.poison)) if poisoned else ()
         common = ("--max-num-seqs", "32", "--enable-faults")
@@ -67,7 +70,8 @@ class ChaosStack(Stack):
             here = len(self.config.host) + 1
             for index, worker in enumerate(self.workers):
                 address = namespaces.address(index, int(worker.address[here:]))
-                arguments = ["worker", "--listen", address, "--model", model, "--metrics-port", "none"]
+                words = f"worker --listen {address} --insecure --metrics-port none --model"
+                arguments = [*words.split(), model]
                 self.workers[index] = self._child(worker.name, address, [*arguments, *worker_args])
         at = self.config.host
         self._schedulers: list[Child] = []
@@ -91,6 +95,9 @@ class ChaosStack(Stack):
             self.gateways.append(self._child(f"gateway-{index}", address, words.split()))
         self.doomed: dict[str, float] = {}
         """When a process was last ended on purpose, or stopped, by name; monotonic seconds."""
+        self._back: dict[str, float] = {}
+        """When it was last seen to serve again, or went on."""
+        self._starting: set[str] = set()
         self.deaths: list[str] = []
         """Of processes that nobody had ended."""
 
@@ -111,6 +118,7 @@ class ChaosStack(Stack):
 
     def launch(self, child: Child) -> None:
         """Start a process, where it belongs."""
+        self._starting.add(child.name)
         if self._namespaces is not None and child in self.workers:
             with self._namespaces.inside(self.workers.index(child)):
                 child.start()
@@ -126,11 +134,23 @@ class ChaosStack(Stack):
         """Note that what becomes of a process now is our doing."""
         self.doomed[child.name] = time.monotonic()
 
+    def revive(self, child: Child) -> None:
+        """Let a process go on that was stopped."""
+        send(child, signal.SIGCONT)
+        if child.name not in self._starting:
+            self._back[child.name] = time.monotonic()
+
+    def was_away(self, child: Child, since: float) -> bool:
+        """Return whether a process has been ended or stopped at any moment since a time, by us."""
+        struck_at, back_at = self.doomed.get(child.name), self._back.get(child.name, 0.0)
+        return struck_at is not None and (back_at < struck_at or since < back_at)
+
     async def keep_running(self) -> None:
         """Start what dies again, a moment later; note what died of itself."""
         due: dict[str, float] = {}
         while True:
             now = time.monotonic()
+            self._note_those_back()
             for child in self.children:
                 if child.alive:
                     continue
@@ -142,6 +162,13 @@ class ChaosStack(Stack):
                     del due[child.name]
                     self.launch(child)
             await asyncio.sleep(_POLL_S)
+
+    def _note_those_back(self) -> None:
+        for child in self.children:
+            # A worker may live where nothing can be reached: the schedulers tell of it.
+            if child.name in self._starting and (child in self.workers or listens(child.address)):
+                self._starting.discard(child.name)
+                self._back[child.name] = time.monotonic()
 
     async def statuses(self) -> list[Status | None]:
         """Ask each scheduler, past the links; None for one that does not answer."""
@@ -158,8 +185,17 @@ class ChaosStack(Stack):
 
         return await asyncio.gather(*map(ask, self.schedulers))
 
-    async def settled(self, timeout_s: float, *, gateways: bool = True) -> list[Status]:
-        """Return what the schedulers say once every worker is there and nothing runs.
+    async def ready(self) -> set[str]:
+        """Return the addresses of the workers that some scheduler has."""
+        told = [status for status in await self.statuses() if status is not None]
+        return {one.worker_id for status in told for one in status.workers if one.state == "ready"}
+
+    async def settled(
+        self, timeout_s: float, *, idle: bool = True, without: Popen[bytes] | None = None
+    ) -> list[Status]:
+        """Return what the schedulers say once all processes serve, and this one has ended.
+
+        Unless told otherwise, nothing runs by then, either.
 
         Raises:
             StackError: it does not come to that in time; says what is in the way.
@@ -167,11 +203,14 @@ class ChaosStack(Stack):
         give_up_at = time.monotonic() + timeout_s
         while True:
             told = await self.statuses()
+            self._note_those_back()
             answering = [status for status in told if status is not None]
             ready = [one for status in answering for one in status.workers if one.state == "ready"]
             live = sum(status.live_requests for status in answering)
             active = sum(one.pool.active - one.pool.pinned for one in ready)
-            if len(answering) == len(told) and len(ready) == len(self.workers) and not live and not active:
+            complete = len(answering) == len(told) and len(ready) == len(self.workers) and not self._starting
+            ended = without is None or without.poll() is not None
+            if complete and ended and not (idle and (live or active)):
                 return answering
             if time.monotonic() > give_up_at:
                 states = {
@@ -182,8 +221,10 @@ class ChaosStack(Stack):
             await asyncio.sleep(3 * _POLL_S)
 
     async def inject(self, worker: Child, *faults: ops.Fault) -> bool:
-        """Put faults in force on a worker in place of others; return whether a scheduler could tell it."""
+        """Put faults in force on a worker, beside poison; return whether a scheduler could tell it."""
         request = ops.SetFaultsRequest(worker_id=worker.address, faults=faults)
+        if self.poison is not None:
+            request.faults.add(kind=ops.FAULT_KIND_CRASH, token_id=self.poison)
         for scheduler in self.schedulers:
             async with grpc.aio.insecure_channel(scheduler.address) as channel:
                 stub = cast("ops_grpc.OperationsAsyncStub", ops_grpc.OperationsStub(channel))

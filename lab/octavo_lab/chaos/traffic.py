@@ -23,8 +23,6 @@ CLIENTS: Final = ("sdk", "sdk", "raw", "openai")
 """What streams take turns to be."""
 _NUM_SDK_CLIENTS: Final = 5
 _AGAIN_S: Final = 0.5
-_BACK_S: Final = 40.0
-"""A gateway that was struck is back after so long at the latest: one that drains takes its grace."""
 Ask = Callable[[Reply], Awaitable[None]]
 
 
@@ -59,10 +57,10 @@ class Clients:
         for close in self._closers:
             await close()
 
-    async def stream(self, name: str, ask: Ask, questions: Sequence[Question], until: float) -> None:
-        """Ask one question after the other until a time (monotonic seconds)."""
+    async def stream(self, name: str, ask: Ask, questions: Sequence[Question], over: asyncio.Event) -> None:
+        """Ask one question after the other until it is over."""
         rng = random.Random(name)
-        while time.monotonic() < until:
+        while not over.is_set():
             await self.ask(name.partition("-")[0], ask, rng.choice(questions))
 
     async def ask(self, client: str, ask: Ask, question: Question) -> Reply:
@@ -110,7 +108,9 @@ class Clients:
     def _of_openai(self, openai: Any) -> Ask:
         gateways = self._stack.gateways
         clients = [
-            openai.AsyncOpenAI(base_url=f"http://{one.address}/v1", api_key="any", timeout=PATIENCE_S)
+            openai.AsyncOpenAI(
+                base_url=f"http://{one.address}/v1", api_key="any", timeout=PATIENCE_S, max_retries=0
+            )
             for one in gateways
         ]
         self._closers += [client.close for client in clients]
@@ -124,10 +124,10 @@ class Clients:
                 except openai.RateLimitError:
                     answer.refused += 1
                 except Exception:
-                    # A stream that breaks with its gateway is for its reader to try again.
-                    if self._stack.doomed.get(gateways[turn].name, 0.0) < began - _BACK_S:
+                    # What fails with its gateway is for its reader to ask again, of the other one.
+                    if not self._stack.was_away(gateways[turn], began):
                         raise
-                    answer.broken += 1
+                    answer.broken += bool(answer.arrivals)
                     answer.clear()
                 else:
                     return

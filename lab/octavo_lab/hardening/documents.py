@@ -16,7 +16,7 @@ _HOLE: Final = "\ufffc"
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ProbedRoute:
     """A path of the gateway and how it is asked."""
 
     method: str
@@ -25,16 +25,16 @@ class Route:
     """Of its body; None where it has none."""
 
 
-def routes(document: Mapping[str, Any]) -> list[Route]:
+def routes(document: Mapping[str, Any]) -> list[ProbedRoute]:
     """Return every route of an OpenAPI document."""
     return [
-        Route(method.upper(), path.replace("{name}", "a"), _schema_of(operation))
+        ProbedRoute(method.upper(), path.replace("{name}", "a"), _schema_of(operation))
         for path, operations in document["paths"].items()
         for method, operation in operations.items()
     ]
 
 
-def worst_documents(document: Mapping[str, Any], route: Route, size: int) -> Iterator[Body]:
+def worst_documents(document: Mapping[str, Any], route: ProbedRoute, size: int) -> Iterator[Body]:
     """Yield bodies of about `size` bytes: in the place of each value, what costs a reader most."""
     yield Body("garbage", lambda: b"\xff" * size)
     yield Body("nested", lambda: b"[" * size)

@@ -142,8 +142,9 @@ class Siege:
             for rpc in rpcs():
                 # A scheduler is a worker's only client, and its plans may be large; strangers get no further.
                 one = to_worker if rpc.path.startswith(_WORKER) else channel
+                key = self.stack.worker_secret if one is to_worker else None
                 for body in worst_messages(rpc.message, self.grpc_bytes):
-                    yield rpc.path, body, lambda data, rpc=rpc, one=one: call(one, rpc, data)  # type: ignore[misc]
+                    yield rpc.path, body, lambda data, rpc=rpc, one=one, key=key: call(one, rpc, data, key)  # type: ignore[misc]
 
     def _documents(self, address: str) -> Iterator[tuple[str, Body, Callable[[bytes], str]]]:
         document = json.loads(_ask(address, "GET", "/openapi.json", b"")[1])
@@ -156,11 +157,13 @@ class Siege:
                 )
 
 
-def call(channel: grpc.Channel, rpc: Rpc, data: bytes) -> str:
+def call(channel: grpc.Channel, rpc: Rpc, data: bytes, key: str | None = None) -> str:
     """Send bytes as the only message of a call; return the code, and the worst error in its events."""
     errors, began = set[str](), time.monotonic()
     # The sort of call is the server's to know: to the wire all are the same.
-    answers: Any = channel.stream_stream(rpc.path, None, None)(iter([data]), timeout=_ANSWER_S)
+    answers: Any = channel.stream_stream(rpc.path, None, None)(
+        iter([data]), timeout=_ANSWER_S, metadata=(("authorization", f"Bearer {key}"),) if key else ()
+    )
     try:
         for answer in answers:
             if rpc.path.endswith("/Session"):

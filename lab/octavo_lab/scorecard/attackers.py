@@ -232,8 +232,7 @@ class Attacker:
 
 
 def main() -> None:
-    """Attack, beside others: what costs time is the service's, so this gives way."""
-    os.nice(19)
+    """Attack."""
     scheduler, gateway, seconds, only = (*sys.argv[1:], "*")[:4]
     key = os.environ.get("OCTAVO_API_KEY") or None
     attacker = Attacker(scheduler, gateway, time.monotonic() + float(seconds), key, only)

@@ -67,6 +67,13 @@ def _check_worker(worker: WorkerState, window: int) -> None:
     require_same(growth, blocks.growth, "growth is counted", name)
     context = sum(sequence.num_tokens for sequence in worker.decoding.values())
     require_same(context, worker.context_tokens, "context is counted", name)
+    loads: dict[str, list[int]] = {}
+    for sequence in worker.decoding.values():
+        load = loads.setdefault(sequence.request.tenant, [0, 0])
+        load[0] += 1
+        load[1] += sequence.num_tokens
+    kept = {tenant: [load.decodes, load.context_tokens] for tenant, load in worker.loads.items()}
+    require_same(loads, kept, "load is counted by tenant", name)
     running = worker.decoding.keys() | worker.prefilling.keys()
     require(not worker.decoding.keys() & worker.prefilling.keys(), "a sequence is in one phase", name)
     require(running <= worker.sequences.keys(), "who runs is known", name)

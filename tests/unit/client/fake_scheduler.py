@@ -162,6 +162,25 @@ class FakeOperations(operations_pb2_grpc.OperationsServicer):
         self.pins.append(request)
         return operations_pb2.PinPrefixResponse(tokens=40, blocks=2, workers=1, without_room=["w1"])
 
+    async def GetUsage(  # noqa: N802 # named by the contract
+        self, request: operations_pb2.GetUsageRequest, context: object
+    ) -> operations_pb2.GetUsageResponse:
+        minutes = [
+            operations_pb2.UsageMinute(
+                from_unix_ms=start * 60_000,
+                until_unix_ms=(start + 1) * 60_000,
+                tenants=[
+                    operations_pb2.TenantUsage(
+                        tenant="a", requests=2, prompt_tokens=30, output_tokens=40, device_s=27.0
+                    )
+                ],
+                idle_device_s=33.0,
+            )
+            for start in (0, 1)
+        ]
+        wanted = minutes[1:] if request.HasField("since_s") else minutes
+        return operations_pb2.GetUsageResponse(minutes=wanted, price_per_gpu_hour=4.0)
+
     async def AuditWorkers(  # noqa: N802 # named by the contract
         self, request: operations_pb2.AuditWorkersRequest, context: object
     ) -> operations_pb2.AuditWorkersResponse:
@@ -195,6 +214,8 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         """What each session carried as its authorization."""
         self.refusing = ""
         self.refusing_resumed = ""
+        self.retry_delay_ms: int | None = 1500
+        """When those that are refused are to come back."""
         self.serving: bool | None = None
         """What it says of its health; None is not to know the question."""
         self.answering_cancels = True
@@ -323,7 +344,7 @@ class FakeScheduler(pb_grpc.GenerationServicer):
                 code=int(rest[1]),
                 reason=rest[0],
                 message=f"refused: {rest[0]}",
-                retry_delay_ms=1500,
+                retry_delay_ms=self.retry_delay_ms,
                 violations=[common_pb2.FieldViolation(field="text", description="is bad")],
                 metadata={"limit": "7"},
             )

@@ -188,7 +188,7 @@ async def test_stream_left_through_async_with_is_cancelled(
         ("refuse UNKNOWN_MODEL 5", UnknownModelError),
         ("refuse INVALID_REQUEST 3", InvalidRequestError),
         ("refuse QUEUE_TIMEOUT 4", DeadlineExceededError),
-        ("refuse NO_WORKER 14", UnavailableError),
+        ("refuse UNAVAILABLE 14", UnavailableError),
         ("refuse POISON 13", InternalError),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 
 import grpc
 import pytest
@@ -102,7 +104,7 @@ def test_chat_conversation_keeps_its_turns_until_reset(
 def test_chat_piped_in_ends_with_the_code_of_the_turn_that_failed(
     threaded: ThreadedScheduler, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    threaded.fake.refusing = "NO_WORKER"
+    threaded.fake.refusing, threaded.fake.retry_delay_ms = "NO_WORKER", None
     monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
 
     assert octavo(threaded, "chat") == 3
@@ -146,7 +148,7 @@ def test_status_json_and_watch_print_each_status(threaded: ThreadedScheduler, ca
     ("prompt", "code", "said"),
     [
         ("refuse INVALID_REQUEST 3", 2, "refused: INVALID_REQUEST"),
-        ("refuse NO_WORKER 14", 3, "refused: NO_WORKER"),
+        ("refuse UNAVAILABLE 14", 3, "refused: UNAVAILABLE"),
         ("refuse QUEUE_FULL 8", 4, "try again in 1.5 s"),
         ("refuse QUEUE_TIMEOUT 4", 5, "QUEUE_TIMEOUT"),
         ("refuse POISON 10", 1, "[POISON]"),
@@ -179,7 +181,7 @@ def test_bad_endpoint_is_one_line(capsys: Capture, endpoint: str, code: int, sai
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["up", "--logs", ".", "--host", "192.0.2.1"], "192.0.2.1: "),
+        (["up", "--logs", ".", "--insecure", "--host", "192.0.2.1"], "192.0.2.1: "),
         (["up", "--logs", "/dev/null/logs"], "/dev/null/logs: "),
         (["up"], "/dev/null/octavo/up: "),
         (["status", "--watch", "-1"], "interval_ms"),
@@ -253,12 +255,48 @@ def test_health_asks_the_endpoint_of_the_environment_and_no_proxy(
     server.stop(None)
 
 
+@pytest.mark.parametrize(("answer", "code"), [(b"\x08\x01", 0), (b"\x08\x02", 0), (None, 3)])
+def test_health_alive_is_content_with_any_answer(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes | None, code: int
+) -> None:
+    server, port = _health_server(answer or b"")
+    if answer is None:
+        server.stop(None).wait()
+
+    assert main(["health", "--alive", "--timeout", "30", f"127.0.0.1:{port}"]) == code
+    server.stop(None)
+
+
+class _GatewayHealth(http.server.BaseHTTPRequestHandler):
+    """Answers 200 to /ok/health and 503 to everything else."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/ok/health" else 503)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        del format, args
+
+
+def test_health_of_a_url_asks_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with http.server.HTTPServer(("127.0.0.1", 0), _GatewayHealth) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+
+        assert main(["health", f"{url}/ok"]) == 0
+        assert main(["health", url]) == 3
+        assert main(["health", url, "--alive"]) == 0
+        server.shutdown()
+    assert main(["health", url, "--alive"]) == 3
+
+
 def test_health_address_without_a_port_means_the_port_of_the_scheduler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
 
-    def ask(endpoint: str, timeout_s: float) -> Health:
+    def ask(endpoint: str, timeout_s: float, tls: object) -> Health:
         asked.append(endpoint)
         return Health.UNREACHABLE
 
@@ -407,6 +445,21 @@ def test_pin_sends_the_prefix_and_says_who_keeps_it(
 def test_pin_of_a_file_that_is_not_there_is_wrong_usage(threaded: ThreadedScheduler, capsys: Capture) -> None:
     assert octavo(threaded, "pin", "support", "--file", "/nowhere") == 2
     assert "/nowhere" in capsys.readouterr().err
+
+
+def test_usage_prints_shares_and_costs_with_idle_time_as_a_line(
+    threaded: ThreadedScheduler, capsys: Capture
+) -> None:
+    assert octavo(threaded, "usage") == 0
+    header, tenant, idle, unassigned = capsys.readouterr().out.splitlines()
+    assert header == "from,until,tenant,requests,prompt_tokens,output_tokens,device_s,share,cost"
+    span = "1970-01-01T00:00:00+00:00,1970-01-01T00:02:00+00:00"
+    assert tenant == f"{span},a,4,60,80,54.000000,0.450000,0.060000"
+    assert idle == f"{span},(idle),0,0,0,66.000000,0.550000,0.073333"
+    assert unassigned == f"{span},(unassigned),0,0,0,0.000000,0.000000,0.000000"
+
+    assert octavo(threaded, "usage", "--since", "1m", "--by-minute") == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("1970-01-01T00:01:00+00:00,")
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,31 @@ async def rest_of(stream: AsyncStream) -> str:
         return "".join([delta.text async for delta in stream])
 
 
+async def test_service_is_serving_when_the_scheduler_that_was_asked_has_given_its_workers_back() -> None:
+    async with (
+        schedulers(False, True) as (preferred, standby),
+        AsyncClient([preferred.endpoint, standby.endpoint]) as client,
+    ):
+        assert await client.serving(WAIT_S)
+        preferred.serving, standby.serving = True, False
+        assert await client.serving(WAIT_S)
+        preferred.serving = False
+        assert not await client.serving(WAIT_S)
+        standby.serving = True
+        assert await client.serving(WAIT_S)
+
+
+async def test_call_tries_the_other_scheduler_however_late_it_is_that_the_first_is_known_to_be_gone() -> None:
+    async with (
+        schedulers(True, True) as (first, second),
+        AsyncClient([first.endpoint, second.endpoint], connect_timeout=1e-3) as client,
+    ):
+        assert await client.models()
+        await first.stop()
+
+        assert [model.id for model in await client.models()] == ["fake"]
+
+
 @pytest.mark.parametrize("reason", ["NO_WORKER", "DRAINING"])
 async def test_request_that_is_let_go_goes_on_where_the_hint_says(reason: str) -> None:
     async with (

@@ -191,7 +191,7 @@ async def test_no_worker_yet_after_a_restart_is_waited_out(
     text = (await anext(stream)).text
     port = scheduler.port
     await scheduler.stop()
-    scheduler.refusing = "NO_WORKER"
+    scheduler.refusing, scheduler.retry_delay_ms = "NO_WORKER", None
     await scheduler.start(port)
     await scheduler.until(lambda: len(scheduler.requests) >= 3)
     scheduler.refusing = ""
@@ -201,10 +201,31 @@ async def test_no_worker_yet_after_a_restart_is_waited_out(
     assert text == expected_text(3, 5)
 
 
-async def test_no_worker_for_a_new_request_fails_at_once(
+async def test_new_request_waits_for_the_workers_that_a_scheduler_expects(
     client: AsyncClient, scheduler: FakeScheduler
 ) -> None:
-    scheduler.refusing = "NO_WORKER"
+    scheduler.refusing, scheduler.retry_delay_ms = "NO_WORKER", 1
+    answer = asyncio.create_task(client.generate("hello", max_tokens=5, seed=3))
+    await scheduler.until(lambda: len(scheduler.requests) >= 3)
+    scheduler.refusing = ""
+
+    assert (await answer).text == expected_text(3, 5)
+
+
+async def test_workers_that_never_come_are_waited_for_no_longer_than_for_a_lost_connection(
+    scheduler: FakeScheduler,
+) -> None:
+    scheduler.refusing, scheduler.retry_delay_ms = "NO_WORKER", 1
+    async with AsyncClient(scheduler.endpoint, reconnect_timeout=0.1) as client, asyncio.timeout(WAIT_S):
+        with pytest.raises(UnavailableError, match="NO_WORKER"):
+            await client.generate("hello")
+    assert len(scheduler.requests) > 1
+
+
+async def test_no_worker_that_nobody_expects_fails_a_new_request_at_once(
+    client: AsyncClient, scheduler: FakeScheduler
+) -> None:
+    scheduler.refusing, scheduler.retry_delay_ms = "NO_WORKER", None
 
     with pytest.raises(UnavailableError) as caught:
         await client.generate("hello")

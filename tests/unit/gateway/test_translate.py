@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from octavo import errors
 from octavo._sdk import wire
-from octavo.gateway import translate
+from octavo.gateway import tools, translate
+from octavo.gateway.dialects import messages_body, responses_body
 from octavo.gateway.errors import GatewayError, failure_of, failure_of_validation
 from octavo.gateway.schemas import (
     ChatRequest,
@@ -77,8 +78,37 @@ def test_what_a_body_leaves_out_is_left_to_the_model() -> None:
     assert translate.chat_job(chat(), {}).options == {"api_key": "", "n": 1}
 
 
+TURNS = [{"role": "user", "content": "x"}]
 LEAST: dict[type[Strict], dict[str, Any]] = {
-    ChatRequest: {"messages": [{"role": "user", "content": "x"}]},
+    responses_body.AllowedTools: {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "x"}],
+    },
+    responses_body.ChosenTool: {"type": "function", "name": "x"},
+    responses_body.FunctionTool: {"type": "function", "name": "x"},
+    responses_body.InputItem: {"role": "user", "content": "x"},
+    responses_body.InputPart: {"type": "input_text", "text": "x"},
+    responses_body.ReasoningOptions: {},
+    responses_body.ResponsesRequest: {"input": "x"},
+    responses_body.TextFormat: {"type": "text"},
+    responses_body.TextOptions: {},
+    messages_body.ContentBlock: {"type": "text", "text": "x"},
+    messages_body.CountTokensRequest: {"model": "m", "messages": TURNS},
+    messages_body.InputTool: {"name": "x", "input_schema": {}},
+    messages_body.InputToolChoice: {"type": "auto"},
+    messages_body.MessagesRequest: {"model": "m", "messages": TURNS, "max_tokens": 1},
+    messages_body.Metadata: {},
+    messages_body.OutputConfig: {},
+    messages_body.OutputFormat: {"type": "json_schema", "schema": {}},
+    messages_body.TextBlock: {"type": "text", "text": "x"},
+    messages_body.Thinking: {"type": "enabled"},
+    messages_body.Turn: TURNS[0],
+    tools.Function: {"name": "x"},
+    tools.FunctionName: {"name": "x"},
+    tools.NamedTool: {"type": "function", "function": {"name": "x"}},
+    tools.Tool: {"type": "function", "function": {"name": "x"}},
+    ChatRequest: {"messages": TURNS},
     CompletionRequest: {"prompt": "x"},
     ContentPart: {"type": "text", "text": "x"},
     DetokenizeRequest: {"tokens": [1]},

@@ -8,10 +8,11 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from octavo.gateway.chat_writer import ChatWriter
 from octavo.gateway.logprobs import CompletionLogprobs, TokenTexts
 from octavo.gateway.responses import degradation_headers, level_header
 from octavo.gateway.schemas import ChatRequest, CompletionRequest
-from octavo.gateway.writers import ChatWriter, CompletionWriter, Head, event, usage_object
+from octavo.gateway.writers import CompletionWriter, Head, event, usage_object
 from octavo.protocol.steps import FinishReason, TokenLogprobs
 from octavo.types import Choice, Delta, Progress, Usage
 

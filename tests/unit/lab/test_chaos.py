@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import grpc
 import pytest
 from octavo.v1 import generation_pb2 as pb
 from octavo_lab.chaos.attack import Done
 from octavo_lab.chaos.questions import Reply, difference, questions
-from octavo_lab.chaos.raw import GenerateFailed, Resumption
+from octavo_lab.chaos.raw import GenerateFailed, Resumption, may_go_on
 from octavo_lab.chaos.report import Findings
 from octavo_lab.chaos.schedule import KINDS, Action, schedule
 
@@ -102,6 +103,24 @@ def test_a_request_goes_on_with_what_had_come() -> None:
     state.take(event(finished=pb.Finished(choice=0)))
     assert state.done
     assert seen == [(1, "né")]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "again"),
+    [
+        ("UNAVAILABLE", "", True),
+        ("UNAVAILABLE", "DRAINING", True),
+        ("INTERNAL", "", True),
+        ("UNKNOWN", "", True),
+        ("CANCELLED", "", True),
+        ("INTERNAL", "STEP_FAILED", False),
+        ("ABORTED", "POISON", False),
+        ("INVALID_ARGUMENT", "INVALID_REQUEST", False),
+        ("DEADLINE_EXCEEDED", "", False),
+    ],
+)
+def test_what_only_grpc_says_of_an_end_is_a_lost_stream(code: str, reason: str, again: bool) -> None:
+    assert may_go_on(grpc.StatusCode[code], reason) is again
 
 
 def test_a_bad_end_is_raised() -> None:

@@ -68,10 +68,8 @@ WITHOUT_FLAG = {"n", "logprobs", "ignore_eos", "include_stop_str_in_output", "pr
 SCHEDULER = {"n", "stop", "bad_words", "include_stop_str_in_output"}
 READ_OFF = {"prompt_logprobs"}
 """Of the hidden states of prompts, where the runner has them."""
-ENGINE = {"max_tokens", "ignore_eos", "stop_token_ids"}
-"""Conditions that end a sequence."""
-REFUSED = {"structured"}
-"""No runner constrains its output yet."""
+ENGINE = {"max_tokens", "ignore_eos", "stop_token_ids", "structured"}
+"""Conditions that end a sequence, and what has a guide made for it."""
 SEEDED_BY_STEP = {"seed"}
 """The vllm runner has draws of its own; see `draw_seed`."""
 IN_HTTP: dict[str, dict[str, Any]] = {
@@ -150,7 +148,7 @@ def test_every_number_has_a_flag_of_the_command_line() -> None:
 def test_every_parameter_is_read_by_the_torch_runner_or_by_whom_it_concerns() -> None:
     sampling: Any = Recorder(SamplingParams(**VALUES))
     SamplingState(SequenceData(1, [1], 1, sampling), (2,), 100)
-    assert sampling.read | SCHEDULER | ENGINE | REFUSED | READ_OFF == {*PARAMETERS}
+    assert sampling.read | SCHEDULER | ENGINE | READ_OFF == {*PARAMETERS}
 
 
 def test_every_parameter_is_read_by_the_vllm_runner_or_by_whom_it_concerns() -> None:
@@ -210,7 +208,7 @@ def test_reason_is_a_complete_end_or_an_error_of_the_sdk(reason: FinishReason) -
 def test_reason_that_is_no_error_has_a_word_over_http_and_in_the_docs(reason: FinishReason) -> None:
     writer = CompletionWriter(CompletionRequest(prompt="x"), Head("id", 0, "m"), [""])
     result = end_of(reason).result()
-    word = json.loads(writer.whole(result.choices, [result.usage]))["choices"][0]["finish_reason"]
+    word = json.loads(writer.whole([result]))["choices"][0]["finish_reason"]
     assert word == reason.name.lower()
     assert f"`{word}`" in (DOCS / "gateway.md").read_text()
 

@@ -30,11 +30,11 @@ def test_key_file_gives_each_key_its_tenant_roles_and_quotas() -> None:
     found = file.find(user)
     assert found is not None
     assert (found.id, found.tenant.name, found.tenant.weight) == ("acme-app", "acme", 2.0)
-    assert found.roles == {Role.USER}
+    assert found.roles == {Role.INFERENCE}
     assert found.tenant.quotas == Quotas(requests_per_minute=60, tokens_per_minute=100_000)
     operator = file.find(boss)
     assert operator is not None
-    assert operator.roles == {Role.OPERATOR, Role.USER}
+    assert operator.roles == {Role.OPERATOR, Role.INFERENCE}
     assert operator.tenant.quotas == Quotas()
     assert file.find(stranger) is None
     for no_key in ("", user[:-1], user + "x", f" {user}", "é" * 50, hash_of(user)):
@@ -73,7 +73,7 @@ ENTRY = f'[tenants.a]\n[[keys]]\nid = "k"\nhash = "{hash_of(KEY)}"\ntenant = "a"
         ("[tenants.'a b']", r"tenants\.a b: a name has"),
         (ENTRY.replace('tenant = "a"', 'tenant = "b"'), r"keys\[0\] \(k\)\.tenant: must name a table"),
         (ENTRY.replace(hash_of(KEY), KEY), r"keys\[0\] \(k\)\.hash: must be 'sha256:'"),
-        (ENTRY + 'roles = ["admin"]', r"roles: must be a list of user, operator, forward"),
+        (ENTRY + 'roles = ["admin"]', r"roles: must be a list of inference, operator, metrics, forward"),
         (ENTRY + "roles = []", r"roles: must be a list"),
         (ENTRY + ENTRY.removeprefix("[tenants.a]\n"), r"two have the id k\n.*k and k have the same hash"),
         ("[tenants.a]\nweight = 1" + "0" * 400, r"tenants\.a\.weight: must be a positive number, got 10"),

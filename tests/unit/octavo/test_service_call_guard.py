@@ -39,7 +39,7 @@ class Echo:
             yield request
 
 
-def identify(_: str, metadata: Any) -> str | None:
+def identify(_: str, metadata: Any, __: Any) -> str | None:
     who = dict(metadata).get("who")
     if who == "stranger":
         raise CallRefused(common_pb2.Error(code=16, reason="NO_API_KEY", message="who are you?"))

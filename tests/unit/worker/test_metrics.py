@@ -15,8 +15,9 @@ from octavo.protocol.steps import (
     StepTiming,
     TierCopies,
 )
+from octavo.service.metrics_port import MetricsPort
 
-from worker_svc.metrics import MetricsServer, WorkerMetrics
+from worker_svc.metrics import WorkerMetrics
 from worker_svc.runner.sim import built_in_model
 
 
@@ -51,7 +52,7 @@ def test_metrics_of_two_steps_are_served_over_http() -> None:
     )
     failed = StepError((), "OOM", "out of memory")
     metrics.observe(Report(2, StepStatus.FAILED, pool, live_count=2, digest=0, errors=(failed,)))
-    server = MetricsServer(metrics, "127.0.0.1", 0)
+    server = MetricsPort(metrics.registry, "127.0.0.1", 0)
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as page:
             lines = set(page.read().decode().splitlines())

@@ -22,7 +22,7 @@ from worker_svc.errors import (
 from worker_svc.models.files import ModelFormat, ResolvedModel
 from worker_svc.models.progress import Progress
 from worker_svc.runner import host_memory
-from worker_svc.runner.base import BlockCopy, CopyTicket, LoadedModel, StepBatch, StepResult
+from worker_svc.runner.base import BlockCopy, CopyTicket, LoadedModel, StepBatch, StepResult, guided_rows
 from worker_svc.runner.scoring import pool, score
 from worker_svc.runner.torch.attention import CPU_PIECES, CUDA_PIECES, PagedAttention
 from worker_svc.runner.torch.checkpoint import Checkpoint
@@ -107,7 +107,8 @@ class TorchRunner:
 
     def supports(self, sampling: SamplingParams) -> str | None:
         """Return what of `sampling` this runner cannot do, or None."""
-        return "structured output" if sampling.structured is not None else None
+        del sampling
+        return None
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Compute one step; see `ModelRunner.execute`."""
@@ -161,8 +162,14 @@ class TorchRunner:
             return result
         last = [placed.first + placed.row.num_tokens - 1 for placed in sampling]
         logits = self._model.logits(hidden[torch.tensor(last, device=device)])
-        sampled = self._sampler.sample(logits, [placed.row.sequence for placed in sampling])
-        return replace(result, token_ids=sampled.token_ids, logprobs=sampled.logprobs)
+        guides, unguided = guided_rows(batch.rows)
+        sequences = [placed.row.sequence for placed in sampling]
+        sampled = self._sampler.sample(
+            logits, sequences, {handle: guide.mask for handle, guide in guides.items()}
+        )
+        for handle in unguided:
+            del sampled.token_ids[handle]
+        return replace(result, token_ids=sampled.token_ids, logprobs=sampled.logprobs, unguided=unguided)
 
     def _read(self, hidden: Tensor, packed: Packed, result: StepResult) -> None:
         """Take from the hidden states what is wanted beside the next tokens."""

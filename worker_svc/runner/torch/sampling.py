@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from octavo.protocol.steps import TokenLogprobs
 from torch import Tensor
 
 from worker_svc.errors import NotFinite, NothingAllowed
+from worker_svc.grammar.backend import WORD_BITS, Mask
 from worker_svc.runner.base import SequenceData
 from worker_svc.runner.restrictions import Restrictions
 from worker_svc.runner.scoring import report
@@ -23,6 +25,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 _GREEDY_BELOW: Final = 1e-5
 """A temperature below this would overflow the division; it is greedy for all purposes."""
+_NO_MASKS: Final[Mapping[int, Mask]] = MappingProxyType({})
 _NUCLEUS_GUESS: Final = 256
 """So many best tokens almost always cover top_p; a row that needs more is sorted whole."""
 _MOST_EDITED: Final = 1e30
@@ -45,6 +48,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._states: dict[int, SamplingState] = {}
+        self._bits = torch.arange(WORD_BITS, dtype=torch.int32, device=device)
         self._all_ids = torch.arange(vocab_size, dtype=torch.int32, device=device).unsqueeze(0)
 
     def forget(self, handles: Iterable[int]) -> None:
@@ -52,14 +56,20 @@ class Sampler:
         for handle in handles:
             self._states.pop(handle, None)
 
-    def sample(self, logits: Tensor, sequences: Seq[SequenceData]) -> Sampled:
+    def sample(
+        self, logits: Tensor, sequences: Seq[SequenceData], masks: Mapping[int, Mask] = _NO_MASKS
+    ) -> Sampled:
         """Sample one token per row of `logits` [R, vocab] (float32, overwritten).
+
+        What `masks` leave out, by handle, has no probability, whatever else is asked for.
 
         Raises:
             NotFinite: rows hold something that is not a number; their handles are named.
             NothingAllowed: every token of some rows is banned; their handles are named.
         """
         states = [self._state(sequence) for sequence in sequences]
+        if masks:
+            self._mask(logits, [(row, seq.handle) for row, seq in enumerate(sequences)], masks)
         reporting = [row for row, state in enumerate(states) if state.reports]
         raw = logits[self._index(reporting)] if reporting else None
         self._edit(logits, states)
@@ -86,6 +96,15 @@ class Sampler:
             state = SamplingState(sequence, self._eos_token_ids, self._vocab_size)
             self._states[sequence.handle] = state
         return state
+
+    def _mask(self, logits: Tensor, rows: Seq[tuple[int, int]], masks: Mapping[int, Mask]) -> None:
+        """Take the rest from the rows, given with their handles, that have a mask."""
+        masked = [(row, masks[handle]) for row, handle in rows if handle in masks]
+        words = torch.from_numpy(np.stack([mask for _, mask in masked])).to(self._device)
+        bits = words.unsqueeze(-1).bitwise_right_shift(self._bits).bitwise_and_(1)  # [G, words, 32]
+        denied = bits.flatten(1)[:, : self._vocab_size] == 0
+        index = self._index([row for row, _ in masked])
+        logits[index] = logits[index].masked_fill_(denied, -torch.inf)
 
     def _index(self, values: Seq[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
@@ -216,7 +235,7 @@ class SamplingState:
         self.log_min_p = -np.inf if not params.min_p else float(np.log(params.min_p))
         self.num_logprobs = params.logprobs
         self.logprob_token_ids = params.logprob_token_ids
-        self.restrictions = Restrictions(params, eos_token_ids, vocab_size)
+        self.restrictions = Restrictions(sequence, eos_token_ids, vocab_size)
         self._stream = stream_key(params.seed or 0, sequence.choice)
         self._repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
         self._presence = params.presence_penalty or 0.0

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 import torch
 from vllm import envs
 from vllm.config import VllmConfig
@@ -27,7 +28,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_configs,
     get_kv_cache_groups,
 )
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
@@ -36,6 +37,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from worker_svc.errors import DeviceLost, InvalidSettings, ModelLoadError, StepFailed, StepOutOfMemory
+from worker_svc.grammar.backend import Mask
 from worker_svc.runner.vllm.readings import Reading, Readings, read
 from worker_svc.runner.vllm.tier import Tier
 
@@ -104,22 +106,48 @@ class StepExtension:
         wanted: Mapping[str, Reading],
     ) -> tuple[ModelRunnerOutput, Readings] | StepFault | None:
         """Compute one step and sample; the driver returns its output, other ranks nothing."""
+        fault = self.octavo_forward(scheduler_output, resumed)
+        return self.octavo_sample(draw_seeds, wanted, {}) if fault is None else fault
+
+    def octavo_forward(
+        self, scheduler_output: SchedulerOutput, resumed: Seq[CachedRequestState]
+    ) -> StepFault | None:
+        """Compute one step up to its logits; `octavo_sample` must follow."""
         runner = self.model_runner  # type: ignore[attr-defined]  # the worker that this is mixed into
         try:
             for state in resumed:
                 runner.requests[state.req_id] = state
                 if runner.uses_mrope:
                     runner._init_mrope_positions(state)  # noqa: SLF001 - what the runner does for new requests
-            output, readings = self.execute_model(scheduler_output), Readings()  # type: ignore[attr-defined]
+            # What there is when nothing is sampled: no request had its last prompt token in the step.
+            self._octavo_output = self.execute_model(scheduler_output)  # type: ignore[attr-defined]
+        except Exception as error:  # noqa: BLE001 - every rank must answer, or the others' answers go astray
+            return self._octavo_failed(error)
+        return None
+
+    def octavo_sample(
+        self,
+        draw_seeds: Mapping[str, int],
+        wanted: Mapping[str, Reading],
+        masks: Mapping[str, Mask],
+    ) -> tuple[ModelRunnerOutput, Readings] | StepFault | None:
+        """Sample what was computed; the driver returns the step's output, other ranks nothing."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        output, self._octavo_output = self._octavo_output, None
+        readings = Readings()
+        try:
             if output is None:
                 if wanted:
-                    readings = read(runner, wanted, runner.model_config.get_vocab_size())
+                    readings = read(runner, wanted, runner.model_config.get_vocab_size(), masks)
                 with _seeded(runner, draw_seeds), _checked(runner):
-                    output = self.sample_tokens(None)  # type: ignore[attr-defined]
-        except Exception as error:  # noqa: BLE001 - every rank must answer, or the others' answers go astray
-            runner.execute_model_state = None
-            return StepFault(_kind_of(error), f"{type(error).__name__}: {error}"[:2000])
+                    output = self.sample_tokens(_grammar_output(masks))  # type: ignore[attr-defined]
+        except Exception as error:  # noqa: BLE001 - see octavo_forward
+            return self._octavo_failed(error)
         return (output, readings) if self.rank == 0 else None  # type: ignore[attr-defined]
+
+    def _octavo_failed(self, error: Exception) -> StepFault:
+        self.model_runner.execute_model_state = None  # type: ignore[attr-defined]
+        return StepFault(_kind_of(error), f"{type(error).__name__}: {error}"[:2000])
 
     def octavo_allocate_host(self, num_host_blocks: int) -> None:
         """Make the host tier's memory. Raises MemoryError when there is not enough."""
@@ -317,19 +345,31 @@ class VllmEngine:
         with _out_of_memory_as(MemoryError, "vLLM's ranks"):
             self._allocate(num_blocks, num_host_blocks)
 
-    def step(self, step: StepInput) -> tuple[ModelRunnerOutput, Readings]:
-        """Compute one step.
+    def step(
+        self, step: StepInput, masks: Callable[[], Mapping[str, Mask]] | None = None
+    ) -> tuple[ModelRunnerOutput, Readings]:
+        """Compute one step; `masks` is called for what its grammars allow when that is wanted.
 
         Raises:
             StepOutOfMemory, StepFailed: every rank failed in the same way; nothing that the step started or
                 advanced may be relied on.
             DeviceLost: a rank is gone, or the ranks disagree on what happened.
         """
-        outputs = self._rpc("octavo_step", *_message(step), timeout_s=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+        forward = _message(step)
+        if masks is None:
+            found = self._answer("octavo_step", *forward, step.draw_seeds, step.wanted)
+        else:
+            self._answer("octavo_forward", *forward)
+            found = self._answer("octavo_sample", step.draw_seeds, step.wanted, masks())
+        output: tuple[ModelRunnerOutput, Readings] = found
+        return output
+
+    def _answer(self, method: str, *args: Any) -> Any:
+        """Return what the driver says to a part of a step; raises as `step` does."""
+        outputs = self._rpc(method, *args, timeout_s=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
         faults = [output for output in outputs if isinstance(output, StepFault)]
         if not faults:
-            output: tuple[ModelRunnerOutput, Readings] = outputs[0]
-            return output
+            return outputs[0]
         fault = faults[0]
         if fault.kind == DeviceLost.reason or len(faults) < len(outputs):
             raise DeviceLost(fault.message)
@@ -479,10 +519,13 @@ def _check_one_group(config: VllmConfig, specs: Seq[Mapping[str, Any]]) -> None:
         )
 
 
-def _message(
-    step: StepInput,
-) -> tuple[SchedulerOutput, list[CachedRequestState], dict[str, int], dict[str, Reading]]:
-    """Return the arguments of `StepExtension.octavo_step`."""
+def _grammar_output(masks: Mapping[str, Mask]) -> GrammarOutput | None:
+    """Return masks by request in vLLM's terms."""
+    return GrammarOutput(list(masks), np.stack(list(masks.values()))) if masks else None
+
+
+def _message(step: StepInput) -> tuple[SchedulerOutput, list[CachedRequestState]]:
+    """Return the arguments of `StepExtension.octavo_forward`."""
     new: list[NewRequestData] = []
     resumed: list[CachedRequestState] = []
     running = step.running
@@ -537,4 +580,4 @@ def _message(
         finished_req_ids=step.finished,
         free_encoder_mm_hashes=[],
     )
-    return scheduler_output, resumed, step.draw_seeds, step.wanted
+    return scheduler_output, resumed

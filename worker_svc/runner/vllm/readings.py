@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from octavo.protocol.steps import Pooling, TokenLogprobs
 
+from worker_svc.grammar.backend import Mask, allowed_ids
 from worker_svc.runner.base import Row
 from worker_svc.runner.scoring import pool, score
 
@@ -53,8 +54,11 @@ class Readings:
 
 
 @torch.inference_mode()
-def read(runner: Any, wanted: Mapping[str, Reading], vocab_size: int) -> Readings:
-    """Return what is wanted of a step that vLLM's model runner has executed and not sampled yet."""
+def read(runner: Any, wanted: Mapping[str, Reading], vocab_size: int, masks: Mapping[str, Mask]) -> Readings:
+    """Return what is wanted of a step that vLLM's model runner has executed and not sampled yet.
+
+    `masks` are what grammars allow: the rest has no probability.
+    """
     readings, state, batch = Readings(), runner.execute_model_state, runner.input_batch
     for req_id, reading in wanted.items():
         index = batch.req_id_to_index[req_id]
@@ -72,6 +76,12 @@ def read(runner: Any, wanted: Mapping[str, Reading], vocab_size: int) -> Reading
         if reading.pooling is not None:
             readings.pooled[req_id] = pool(hidden, reading.pooling)
         if reading.named and state.logits is not None:
-            logprobs = state.logits[index].log_softmax(dim=-1, dtype=torch.float32)
+            logits = state.logits[index]
+            if req_id in masks:
+                allowed = torch.full_like(logits, -torch.inf)
+                ids = torch.from_numpy(allowed_ids(masks[req_id])).to(logits.device)
+                allowed[ids] = logits[ids]
+                logits = allowed
+            logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
             readings.named[req_id] = tuple(logprobs[list(reading.named)].tolist())
     return readings

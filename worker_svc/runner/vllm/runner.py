@@ -20,6 +20,7 @@ from worker_svc.errors import (
     StepFailed,
     StepOutOfMemory,
 )
+from worker_svc.grammar.backend import Mask
 from worker_svc.models.progress import Progress
 from worker_svc.runner.base import (
     BlockCopy,
@@ -29,6 +30,7 @@ from worker_svc.runner.base import (
     SequenceData,
     StepBatch,
     StepResult,
+    guided_rows,
 )
 from worker_svc.runner.restrictions import Restrictions
 from worker_svc.runner.vllm import installed
@@ -152,14 +154,18 @@ class VllmRunner:
         for handle in (*batch.removed, *(sequence.handle for sequence in batch.added)):
             self._forget(handle)
         result = StepResult({}, {})
+        unguided: frozenset[int] = frozenset()
         try:
             for rows in self._parts(batch.rows):
-                self._compute(rows, result)
+                unguided |= self._compute(rows, result)
         except RunnerError:
             for handle in tuple(self._tracked):
                 self._forget(handle)
             raise
-        return result
+        for handle in unguided:
+            # vLLM has taken a token of it into its books.
+            self._forget(handle)
+        return replace(result, unguided=unguided)
 
     def copy_to_host(self, copies: Seq[BlockCopy]) -> None:
         """Copy blocks out."""
@@ -182,15 +188,26 @@ class VllmRunner:
             return [rows]
         return [(part,) for row in rows for part in _chunks(row, limit)]
 
-    def _compute(self, rows: Seq[Row], result: StepResult) -> None:
+    def _compute(self, rows: Seq[Row], result: StepResult) -> frozenset[int]:
+        """Add what is computed to `result`; return the handles that grammars let get no token."""
         step = self._step_input(rows)
+        unguided: frozenset[int] = frozenset()
+
+        def masks() -> dict[str, Mask]:
+            nonlocal unguided
+            guides, unguided = guided_rows(rows)
+            return {self._tracked[handle].req_id: guide.mask for handle, guide in guides.items()}
+
         output, readings = None, Readings()
         if step.num_scheduled_tokens or step.finished:
-            output, readings = self._engine.step(step)
+            guided = any(row.sample and row.sequence.guide is not None for row in rows)
+            output, readings = self._engine.step(step, masks if guided else None)
             # Not before: until a step went through, vLLM may not have forgotten them.
             self._finished = set()
         self._take_read(rows, readings, result)
-        self._collect(rows, output, readings.named, result)
+        kept = [row for row in rows if row.sequence.handle not in unguided]
+        self._collect(kept, output, readings.named, result)
+        return unguided
 
     def _warm_up(self) -> None:
         """Sample once in every way: what vLLM compiles at first use would stall a step for many seconds."""
@@ -255,9 +272,7 @@ class VllmRunner:
             req_id=str(self._num_started),
             num_blocks=len(sequence.block_table),
             draws=temperature_of(sequence.sampling) > 0.0,
-            restrictions=Restrictions(
-                sequence.sampling, self._info.text.eos_token_ids, self._info.vocab_size
-            ),
+            restrictions=Restrictions(sequence, self._info.text.eos_token_ids, self._info.vocab_size),
         )
         self._tracked[sequence.handle] = tracked
         return tracked, self._vllm.StartedRow(

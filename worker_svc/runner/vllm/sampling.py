@@ -30,8 +30,6 @@ EVERYTHING: Final = SamplingParams(
 
 def unsupported(sampling: SamplingParams, vocab_size: int) -> str | None:
     """Return what of `sampling` vLLM's runner cannot do here, or None."""
-    if sampling.structured is not None:
-        return "the vllm runner does not constrain output (structured)"
     named = {
         "logit_bias": sampling.logit_bias,
         "allowed_token_ids": sampling.allowed_token_ids,
@@ -52,7 +50,10 @@ def sampling_kwargs(
     sequence, which are the engine's; stop tokens serve min_tokens only, and those beyond the vocabulary,
     which cannot be sampled anyway, would be out of bounds there.
     """
-    stops = {*sampling.stop_token_ids, *eos_token_ids} if sampling.min_tokens else ()
+    min_tokens = sampling.min_tokens or 0
+    if sampling.structured is not None:
+        min_tokens = 0  # The guide sees to it.
+    stops = {*sampling.stop_token_ids, *eos_token_ids} if min_tokens else ()
     return {
         "temperature": temperature_of(sampling),
         "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
@@ -62,7 +63,7 @@ def sampling_kwargs(
         "presence_penalty": sampling.presence_penalty or 0.0,
         "frequency_penalty": sampling.frequency_penalty or 0.0,
         "logit_bias": dict(sampling.logit_bias) or None,
-        "min_tokens": sampling.min_tokens or 0,
+        "min_tokens": min_tokens,
         "stop_token_ids": [token for token in stops if token < vocab_size],
         "max_tokens": None,
         # Those of named tokens are read off the logits: vLLM would give nothing else to any row of the step.

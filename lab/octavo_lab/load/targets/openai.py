@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Self
 
 import aiohttp
+from octavo.service.tls import Tls
 
 from octavo_lab.command import BenchError
 from octavo_lab.load.records import Answer, Outcome, TargetRecord
@@ -63,9 +64,11 @@ class OpenAiTarget:
         Raises:
             BenchError: there is no such server, or it does not say which model to use.
         """
-        config = self._config
+        config, tls = self._config, Tls.from_environment()
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=60.0, ssl=tls.ssl_context() if tls else True
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_read=None),
             headers={"Authorization": f"Bearer {config.api_key}"} if config.api_key else {},
         )

@@ -9,7 +9,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from octavo.steptimes import StepTimes
+from octavo_lab.sim import SimCell, SimWorkerConfig, request_of
+from octavo_lab.traces import TraceRequest
 
+from scheduler_svc.core import CoreConfig, SchedulerCore
 from scheduler_svc.core.overload import Controller, Level, Misses, OverloadConfig, Pressure, Transition
 
 CONFIG = OverloadConfig()
@@ -209,3 +213,18 @@ def test_misses_say_nothing_before_there_are_some_and_are_forgotten() -> None:
 def test_thresholds_that_make_no_sense_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):
         replace(CONFIG, **changes)  # type: ignore[arg-type]  # any field
+
+
+def test_pressure_is_none_once_nothing_goes_on_and_then_nobody_looks() -> None:
+    core = SchedulerCore(CoreConfig(max_waiting_requests=30, overload=OverloadConfig()))
+    cell = SimCell(core, [SimWorkerConfig(worker_id="w0", step_times=StepTimes.builtin(), max_num_seqs=2)])
+    for index in range(12):
+        cell.submit_at(1.0, request_of(TraceRequest(0.0, 50, 20), f"r{index}", seed=index))
+    cell.loop.run(until=1.2)
+    assert core.snapshot(1.2).overload[0].pressure.backlog[2] > 0
+
+    cell.loop.run(until=60.0)
+
+    pressure = core.snapshot(60.0).overload[0].pressure
+    assert (pressure.backlog, pressure.blocks, pressure.misses, pressure.stalled_s) == ((0, 0, 0), 0, 0, 0)
+    assert core.next_wakeup() is None

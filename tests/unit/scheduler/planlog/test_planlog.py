@@ -64,6 +64,7 @@ from scheduler_svc.planlog.writer import FRAME, MAGIC
 DATA = Path(__file__).parent / "data"
 OVERLOADED = CoreConfig(step_watchdog_s=2.0, max_waiting_requests=40, overload=OverloadConfig())
 NOT_LOGGED = {
+    "ahead_of",
     "caps",
     "explain_to",
     "find",
@@ -709,3 +710,40 @@ def test_replay_command_without_such_a_thing_is_an_error_in_one_line(
 ) -> None:
     assert main(["replay", *(argument.format(log=log) for argument in arguments)]) == 2
     assert capsys.readouterr().err.startswith("octavo: error: ")
+
+
+# Use
+
+
+def test_usage_of_a_log_adds_up_to_its_time_and_says_whose_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.log"
+    requests = [replace(request(number), tenant="ab"[number % 2]) for number in range(8)]
+    record(path, requests, max_bytes=3000)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) > 2
+
+    used: dict[str, list[float]] = {}
+    for file in files:
+        assert main(["usage", "--plan-log", str(file), "--json"]) == 0
+        for period in json.loads(capsys.readouterr().out)["periods"]:
+            for one in period["tenants"]:
+                counts = (one["requests"], one["prompt_tokens"], one["output_tokens"], one["device_s"])
+                had = used.get(one["tenant"], [0.0] * 4)
+                used[one["tenant"]] = [a + b for a, b in zip(had, counts, strict=True)]
+            whole_s = period["until_unix_s"] - period["from_unix_s"]
+            parts = [one["device_s"] for one in period["tenants"]]
+            parts += [period["idle_device_s"], period["unassigned_device_s"]]
+            assert sum(parts) == pytest.approx(whole_s, abs=0.2)
+
+    assert [values[:3] for values in used.values()] == [[4, 240, 80], [4, 240, 80]]
+    assert used["a"][3] == pytest.approx(used["b"][3], rel=0.2)
+
+
+def test_usage_of_what_is_no_log_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("nothing")
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["usage", "--plan-log", str(tmp_path / "text")])
+    assert "is no plan log" in capsys.readouterr().err

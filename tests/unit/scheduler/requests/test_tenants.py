@@ -11,7 +11,14 @@ from octavo.keys import Quotas, Tenant
 
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.observe.metrics import SchedulerMetrics
-from scheduler_svc.requests.tenants import QuotaLease, Tenants, TenantState, TokenEstimate
+from scheduler_svc.requests.tenants import (
+    QuotaLease,
+    RefusalPace,
+    Tenants,
+    TenantState,
+    TextLease,
+    TokenEstimate,
+)
 
 
 def state(**quotas: int) -> TenantState:
@@ -194,7 +201,8 @@ def test_what_is_computed_after_the_end_is_charged_to_the_tenant() -> None:
 def test_tokenizers_are_charged_by_the_byte() -> None:
     tenant = state(tokenizer_bytes_per_minute=6000)
     tenant.check_text(6000, 0.0)
-    tenant.charge_text(6000, 0.0)
+    TextLease(tenant, 6000, lambda: 0.0).charge(6000)
+    assert tenant.text_bytes == 6000
     with pytest.raises(ServiceError) as caught:
         tenant.check_text(100, 0.0)
     assert caught.value.metadata == {"tenant": "acme", "quota": "tokenizer_bytes_per_minute", "limit": "6000"}
@@ -202,13 +210,30 @@ def test_tokenizers_are_charged_by_the_byte() -> None:
     take(tenant, 1.0, text_bytes=100)
 
 
+def test_texts_that_wait_for_a_tokenizer_take_of_the_quota_and_give_it_back() -> None:
+    tenant = state(tokenizer_bytes_per_minute=6000)
+    waiting = TextLease(tenant, 5000, lambda: 0.0)
+    with pytest.raises(ServiceError, match="tokenizer bytes per minute"):
+        tenant.check_text(2000, 0.0)
+    waiting.end()
+    tenant.check_text(6000, 0.0)
+
+    smaller = TextLease(tenant, 6000, lambda: 0.0)
+    smaller.charge(4000)
+    smaller.end()
+    tenant.check_text(2000, 0.0)
+    assert tenant.text_bytes == 4000
+
+
 def test_flood_of_refusals_is_answered_at_a_pace_and_a_few_at_once() -> None:
-    tenant = state(requests_in_flight=1)
-    pauses = [tenant.pause_before_refusal_s(5.0) for _ in range(2000)]
+    pace = RefusalPace()
+    pauses = [pace.pause_s(5.0) for _ in range(2000)]
     assert pauses[:100] == [0.0] * 100
     assert pauses[199] == pytest.approx(1.0)
     assert max(pauses) == 10.0
-    assert tenant.pause_before_refusal_s(60.0) == 0.0
+    assert pace.pause_s(60.0) == 0.0
+    assert pace.pause_s(120.0, refusals=300) == pytest.approx(2.0)
+    assert pace.pause_s(122.0, refusals=0) == 0.0
 
 
 def test_credits_of_all_paced_sessions_together_keep_to_the_quotas() -> None:

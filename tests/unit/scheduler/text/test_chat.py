@@ -10,7 +10,7 @@ from octavo.v1 import generation_pb2 as pb
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from scheduler_svc.text.chat import ChatTemplate, InputError
+from scheduler_svc.text.chat import ChatTemplate, InputError, output_formats
 
 CHATML = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
@@ -116,6 +116,31 @@ def test_json_that_is_wrong_is_named(fields: dict[str, str], field: str) -> None
 
 def test_no_messages_is_named() -> None:
     assert refusal(CHATML, [])[0] == "chat.messages"
+
+
+def test_template_without_tools_has_them_told_in_words() -> None:
+    tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "CET"}'}}
+    turns = [
+        *USER,
+        {"role": "assistant", "tool_calls_json": json.dumps([call])},
+        {"role": "tool", "content": "noon", "tool_call_id": "1"},
+    ]
+
+    text = render(CHATML, turns, tools_json=json.dumps([tool]))
+
+    assert text.startswith("<|system|>")
+    assert '<tools>[{"name": "now", "parameters": {}}]</tools>' in text
+    assert '<tool_call>[{"name": "now", "arguments": {"zone": "CET"}}]</tool_call>' in text
+    assert "<|tool|>noon" in text
+    assert output_formats(CHATML) == ("hermes", "")
+    assert output_formats("{{ tools }}") == ("", "")
+
+
+def test_thoughts_are_given_to_the_template_under_the_names_that_templates_have() -> None:
+    source = "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}{{ messages[0].content }}"
+
+    assert render(source, [{"role": "assistant", "content": "c", "reasoning": "a"}]) == "aac"
 
 
 @pytest.mark.parametrize("last", ["Well, ", " Well,", "Well"])

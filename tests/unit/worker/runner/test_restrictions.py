@@ -14,7 +14,7 @@ EOS = 2
 def banned(output: list[int], **sampling: Any) -> set[int]:
     params = SamplingParams(**sampling)
     sequence = SequenceData(1, [5, 6, 7, *output], 3, params)
-    return set(Restrictions(params, (EOS,), 100).bans(sequence))
+    return set(Restrictions(sequence, (EOS,), 100).bans(sequence))
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,12 @@ def test_tokens_that_end_are_banned_before_min_tokens() -> None:
 
 def test_permits_is_what_is_allowed_and_not_banned() -> None:
     params = SamplingParams(allowed_token_ids=(3, 4, 10**6), bad_words_token_ids=((4,),))
-    restrictions = Restrictions(params, (EOS,), 100)
     sequence = SequenceData(1, [5], 1, params)
+    restrictions = Restrictions(sequence, (EOS,), 100)
     assert restrictions.allowed == (3, 4)
     assert [token for token in range(100) if restrictions.permits(sequence, token)] == [3]
 
 
 def test_nothing_is_restricted_that_was_not_asked_for() -> None:
-    assert not Restrictions(SamplingParams(stop_token_ids=(4,)), (EOS,), 100).any
+    sequence = SequenceData(1, [5], 1, SamplingParams(stop_token_ids=(4,)))
+    assert not Restrictions(sequence, (EOS,), 100).any

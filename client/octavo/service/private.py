@@ -1,0 +1,27 @@
+"""Files that only their owner may read: secrets, and what tells of requests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+FOLDER_MODE: Final = 0o700
+_FILE_MODE: Final = 0o600
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file that, where it is new, nobody else may read; for `open(..., opener=private)`."""
+    return os.open(path, flags, _FILE_MODE)
+
+
+def write_private(path: Path, content: str | bytes) -> None:
+    """Replace a file in one go by one that nobody else may read."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    with open(fresh, "xb", opener=private) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)

@@ -1,0 +1,1 @@
+"""Constrained output: what a grammar lets a sequence say next."""
