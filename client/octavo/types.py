@@ -92,6 +92,9 @@ class TemplateOptions(TypedDict, total=False):
 class ChatOptions(GenerateOptions, TemplateOptions, total=False):
     """Options of a chat."""
 
+    thinking_token_budget: int
+    """Most tokens of thoughts, of a model that thinks; then they are ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:

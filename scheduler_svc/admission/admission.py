@@ -13,6 +13,7 @@ import itertools
 import secrets
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final
@@ -46,6 +47,7 @@ from scheduler_svc.requests.messages import (
 from scheduler_svc.requests.outbox import ClientStream
 from scheduler_svc.requests.state import PreparedRequest, RequestState
 from scheduler_svc.requests.tenants import TenantState, TextLease
+from scheduler_svc.text.thoughts import problem_of_budget, with_thoughts
 from scheduler_svc.text.tokenization import (
     NO_EXTRA,
     EncodeChat,
@@ -61,8 +63,10 @@ from scheduler_svc.text.trimming import TrimSpec
 
 _log = structlog.get_logger()
 
-_AT_ONCE_BYTES: Final = 128 << 10
-"""A larger message is converted by a thread: to read a text of 16 MiB takes some ten milliseconds."""
+_AT_ONCE_BYTES: Final = 32 << 10
+"""A larger message is converted by a thread: a schema of so much takes ten milliseconds at worst."""
+# One thread: more would only take turns with each other, and with the event loop.
+_thread: Final = ThreadPoolExecutor(1, "converting")
 # The client ends the call at its gRPC deadline; the scheduler has to end it earlier to be heard.
 _DEADLINE_MARGIN_S: Final = 0.5
 
@@ -244,6 +248,10 @@ class InputProcessor:
         model, terms, tenant = target.model, call.terms, incoming.tenant.name
         if call.sampling.structured is not None and not model.constrains:
             raise ServiceError("UNSUPPORTED", f"structured output: the workers of {model.id} have none")
+        if call.thinking_token_budget is not None:
+            problem = problem_of_budget(model.reasoning_format, constrains=model.constrains)
+            if problem is not None:
+                raise ServiceError("UNSUPPORTED", f"thinking_token_budget: {problem}")
         keys = KeySpec(self.root_key(target, tenant, terms.cache_salt), model.block_size)
         limits = self._gate.limits(call, model)
         trim = limits.trim if limits is not None else None
@@ -255,6 +263,9 @@ class InputProcessor:
         prompt.frombytes(encoded.token_ids)
         resolved = _resolve(call, model, len(prompt), context, encoded.bad_words)
         sampling = _clamp(resolved, limits.max_tokens if limits is not None else None)
+        if isinstance(call.prompt, ChatPrompt) and not (encoded.thoughts_over or call.is_silent):
+            budget, in_reasoning = call.thinking_token_budget, encoded.in_reasoning
+            sampling = with_thoughts(sampling, budget, model.reasoning_format, in_reasoning=in_reasoning)
         prompt_keys = keys_from_proto(encoded.keys)
         wanted = call.sampling.max_tokens or resolved.max_tokens
         lowered = terms.may_trim and sampling.max_tokens != wanted
@@ -316,7 +327,7 @@ async def _convert(message: pb.GenerateRequest) -> GenerateCall:
     """Return the request of a message; raises ServiceError for what is wrong with it."""
     if message.ByteSize() <= _AT_ONCE_BYTES:
         return generate_from_proto(message)
-    return await asyncio.to_thread(generate_from_proto, message)
+    return await asyncio.get_running_loop().run_in_executor(_thread, generate_from_proto, message)
 
 
 def _encode_job(

@@ -100,6 +100,7 @@ class GenerateCall:
     return_token_ids: bool = False
     skip_text: bool = False
     keep_special_tokens: bool = False
+    thinking_token_budget: int | None = None
     truncate_to: int | None = None
     """Last tokens of the prompt to keep; -1: as many as fit."""
     stream_interval: int = 1
@@ -140,6 +141,7 @@ def generate_from_proto(message: pb.GenerateRequest) -> GenerateCall:
         return_token_ids=message.return_token_ids,
         skip_text=message.skip_text,
         keep_special_tokens=message.keep_special_tokens,
+        thinking_token_budget=_thinking_budget(message, violations),
         truncate_to=_truncate_to(message, violations),
         stream_interval=max(1, message.stream_interval),
         scored_tokens=message.scored_tokens,
@@ -171,6 +173,16 @@ def _pooling(message: pb.GenerateRequest, violations: Violations) -> Pooling | N
     except ProtocolError as error:
         violations.append((error.field, f"unknown value {message.embedding.pooling}"))
         return None
+
+
+def _thinking_budget(message: pb.GenerateRequest, violations: Violations) -> int | None:
+    if not message.HasField("thinking_token_budget"):
+        return None
+    if message.thinking_token_budget >= 2**31:
+        violations.append(("thinking_token_budget", f"must be below {2**31}"))
+    if message.WhichOneof("input") != "chat":
+        violations.append(("thinking_token_budget", "is for chats only"))
+    return message.thinking_token_budget
 
 
 def _prompt(message: pb.GenerateRequest, violations: Violations) -> TextPrompt | ChatPrompt | TokenPrompt:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final
 
-from octavo.parsing.formats import THOUGHTS_BEGIN
+from octavo.parsing.formats import THOUGHTS_BEGIN, THOUGHTS_END
 from octavo.protocol import keys
 from octavo.v1 import generation_pb2 as pb
 from tokenizers import Tokenizer
@@ -27,6 +27,8 @@ from scheduler_svc.text.trimming import TrimSpec, cut, trim_chat
 _SAMPLES: Final = 200
 # Normalizers may shorten a text, so a text is too long for certain only well beyond the bound.
 _SLACK: Final = 4
+_LONGEST_END: Final = 64
+"""Of a prompt, in characters: where thoughts begin or end, and the space behind that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class Encoded:
     """Tokens of the prompt that were cut away."""
     in_reasoning: bool = False
     """It ends with the beginning of thoughts."""
+    thoughts_over: bool = False
+    """It ends with their end."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Their tokens."""
 
@@ -205,16 +209,20 @@ class TextModel:
         """Return a conversation's prompt."""
         if self._template is None:
             raise InputError("chat", f"model {self._spec.model} has no chat template", "CHAT_TEMPLATE")
-        template, in_reasoning = self._template, False
+        template, end = self._template, ""
 
         def encode(chat: pb.Chat) -> array[int]:
-            nonlocal in_reasoning
+            nonlocal end
             text = template.render(chat, self._max_bytes(job))
-            in_reasoning = text.rstrip().endswith(THOUGHTS_BEGIN)
+            end = text[-_LONGEST_END:].rstrip()
             return _last(self._encode(text, "chat", job, add_special_tokens=False), job.extra)
 
         prompt = trim_chat(pb.Chat.FromString(job.chat), encode, job.trim)
-        return replace(self._finish(prompt, "chat", job), in_reasoning=in_reasoning)
+        return replace(
+            self._finish(prompt, "chat", job),
+            in_reasoning=end.endswith(THOUGHTS_BEGIN),
+            thoughts_over=end.endswith(THOUGHTS_END),
+        )
 
     def _max_bytes(self, job: EncodeJob) -> int:
         """Return a size of text beyond which it cannot fit into the context."""

@@ -129,6 +129,7 @@ async def start_worker(
     port: int = 0,
     info: LoadedModel | None = None,
     num_devices: int = 1,
+    runner: type[SimRunner] = EchoRunner,
     **flags: object,
 ) -> Worker:
     """Start a worker."""
@@ -136,7 +137,7 @@ async def start_worker(
     settings = WorkerSettings.load({"check_integrity": True, "enable_faults": True, **given})
     gate = Gate()
     model = info or replace(built_in_model(), model_id="echo")
-    loop = EngineLoop(lambda: build(settings, EchoRunner(model, StepTimes.builtin(), sleep=gate)))
+    loop = EngineLoop(lambda: build(settings, runner(model, StepTimes.builtin(), sleep=gate)))
     loop.start()
     loaded = await loop.ready
     terms = Terms(
@@ -149,6 +150,7 @@ async def start_worker(
         adapters=loaded.info.adapters,
         simulated=True,
         num_devices=num_devices,
+        structured_output=loaded.grammars is not None,
     )
     sessions = Sessions(terms, loop, WorkerMetrics(), loaded.faults)
     service = WorkerService()

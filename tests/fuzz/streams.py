@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 
 from google.protobuf.message import DecodeError
 from octavo._sdk.call import Call
+from octavo._sdk.channel import Endpoints
 from octavo._sdk.session import Patience, SessionStream, Transport
 from octavo.protocol.convert import (
     ProtocolError,
@@ -299,7 +300,7 @@ class SdkReads(Reader):
         self._runner.run(self._session(rng))
 
     async def _session(self, rng: random.Random) -> None:
-        transport = Transport(None, Patience(1, 1))  # type: ignore[arg-type] # never dials
+        transport = Transport(Endpoints(["127.0.0.1:1"]), Patience(1, 1))
         stream = _stream()
         transport._stream = stream
         asked: dict[str, Call] = {}
@@ -342,7 +343,7 @@ def _stream() -> SessionStream:
     """Return a stream without a call under it."""
     stream = SessionStream.__new__(SessionStream)
     stream.calls, stream.leaving, stream.credits = {}, {}, 0
-    stream.opened_at = asyncio.get_running_loop().time()
+    stream.opened_at = stream.heard_at = asyncio.get_running_loop().time()
     stream._outbox, stream._filled = deque(), asyncio.Event()
     return stream
 

@@ -11,6 +11,9 @@ from typing import Any, Final, cast
 
 from octavo.errors import ErrorInfo, FieldViolation, InvalidRequestError
 from octavo.keys import QUOTAS, Quotas
+from octavo.parsing.events import Content
+from octavo.parsing.formats import THOUGHTS_AS_TEXT
+from octavo.parsing.output import OutputForm, parse
 from octavo.protocol.bounds import MAX_MESSAGE_BYTES
 from octavo.protocol.convert_sampling import sampling_to_proto
 from octavo.protocol.scalars import Scalars, given
@@ -53,7 +56,7 @@ _SECONDS: Final = ("queue_timeout", "ttft_deadline", "deadline")
 _TERMS: Final = ("may_trim", "keep_head_tokens", "keep_tail_tokens", "may_shed", "cache_salt", "order")
 _PLAIN: Final = (
     *("model", "request_id", "skip_text", "keep_special_tokens", "api_key"),
-    *("truncate_prompt_tokens", "stream_interval"),
+    *("truncate_prompt_tokens", "stream_interval", "thinking_token_budget"),
 )
 _POOL: Final = Scalars(PoolStatus, operations_pb2.PoolStatus)
 _TENANT: Final = Scalars(TenantStatus, operations_pb2.TenantStatus, "quotas")
@@ -221,7 +224,11 @@ def parsed(result: GenerateResult, options: Mapping[str, Any]) -> GenerateResult
     wanted: Any = options.get("response_format")
     if result.finish_reason is not FinishReason.STOP or not hasattr(wanted, "model_validate_json"):
         return result
-    return replace(result, parsed=wanted.model_validate_json(result.text))
+    found = parse(
+        result.text, OutputForm(reasoning_format=THOUGHTS_AS_TEXT), in_reasoning=result.in_reasoning
+    )
+    words = "".join(part.text for part in found if part.kind is Content)
+    return replace(result, parsed=wanted.model_validate_json(words))
 
 
 def _sampling(options: Mapping[str, Any]) -> SamplingParams | None:

@@ -47,6 +47,7 @@ from octavo.gateway.schemas import (
     TokenizeRequest,
 )
 from octavo.gateway.writers import CompletionWriter, Head, Writer
+from octavo.parsing.formats import THOUGHTS_AS_TEXT
 from octavo.parsing.output import OutputForm
 from octavo.protocol.bounds import short
 from octavo.service.loop_lag import LoopLag
@@ -142,9 +143,13 @@ class Gateway:
 
     async def messages(self, body: MessagesRequest, request: Request) -> JobResponse:
         """Answer in a conversation, as Anthropic's API has it."""
-        return await self._converse(
-            messages_body.as_chat(body), request, "msg", MessagesWriter, messages_body.RENAMED
-        )
+        chat = messages_body.as_chat(body)
+        if chat.thinking_token_budget is not None:
+            _, reasoning_format = await self._formats.of(body.model)
+            if reasoning_format != THOUGHTS_AS_TEXT:
+                # Programs send one to any model.
+                chat = chat.model_copy(update={"thinking_token_budget": None})
+        return await self._converse(chat, request, "msg", MessagesWriter, messages_body.RENAMED)
 
     async def _converse(
         self,

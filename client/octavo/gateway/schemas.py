@@ -20,7 +20,7 @@ from octavo.gateway.strict import MAX_TOOLS, Strict
 from octavo.gateway.strict import NOTHING as _NOTHING
 from octavo.gateway.strict import conflict as _conflict
 from octavo.gateway.tools import ToolChoice, Tools
-from octavo.protocol.bounds import MAX_ORDER
+from octavo.protocol.bounds import BOUNDS, MAX_ORDER, MAX_PROMPT_TOKENS
 from octavo.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCE_TOKENS,
@@ -31,6 +31,7 @@ from octavo.sampling import (
     MAX_LOGPROBS,
     MAX_N,
     MAX_SEED,
+    MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
@@ -46,13 +47,18 @@ TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
 # The first wrong item of a list speaks for all: to tell of a million takes more than to serve thousands.
-Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-StopStrings = str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_BYTES)]
+StopStrings = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 BadSequences = Annotated[
     list[Annotated[list[TokenId], Field(min_length=1, max_length=MAX_BAD_SEQUENCE_TOKENS, fail_fast=True)]],
     Field(max_length=MAX_BAD_SEQUENCES, fail_fast=True),
 ]
 PromptTokens = Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)]
+Grammar = Annotated[str, Field(max_length=BOUNDS["StructuredOutput.grammar"].bytes)]
+Choices = Annotated[
+    list[str], Field(min_length=1, max_length=BOUNDS["ChoiceList.values"].count, fail_fast=True)
+]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
@@ -85,7 +91,7 @@ class StreamOptions(Strict):
 class JsonSchema(Strict):
     """A schema that the output follows."""
 
-    name: str | None = ""
+    name: str | None = Field("", max_length=256)
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = Field(None, description="the output always follows the schema")
@@ -98,7 +104,9 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
     format: dict[str, Any] | None = Field(None, description="of a structural tag of xgrammar")
     structures: Objects | None = Field(None, description="of one in its older form: begin, schema, end")
-    triggers: list[str] | None = Field(None, description="with `structures`: texts that begin one of them")
+    triggers: Annotated[list[str], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="with `structures`: texts that begin one of them"
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -118,12 +126,12 @@ class StructuredOutputs(Strict):
         "disable_additional_properties": _FALSE,
     }
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
-    grammar: str | None = None
+    json_: dict[str, Any] | Grammar | None = Field(None, alias="json")
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
     json_object: bool | None = None
-    structural_tag: str | None = None
+    structural_tag: Grammar | None = None
     disable_any_whitespace: bool | None = None
 
     @model_validator(mode="after")
@@ -213,7 +221,6 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "service_tier": (None, "auto", "default"),
     "spaces_between_special_tokens": (None, True),
     "store": _FALSE,
-    "thinking_token_budget": (None, -1),
     "use_beam_search": _FALSE,
     "vllm_xargs": _EMPTY,
 }
@@ -228,6 +235,7 @@ class CompletionRequest(GenerationRequest):
         "best_of": (None, 1),
         "prompt_embeds": _EMPTY,
         "suffix": (None, ""),
+        "thinking_token_budget": (None, -1),
     }
 
     prompt: (
@@ -346,6 +354,9 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: str | None = Field(
         None, max_length=32, description="variable for the template; none also sets enable_thinking to false"
     )
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, lt=2**31, description="most tokens of thoughts; -1 is no bound"
+    )
     include_reasoning: bool | None = Field(True, description="the answer has the model's thoughts")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the template")
     add_generation_prompt: bool | None = None
@@ -430,4 +441,4 @@ class DetokenizeRequest(Strict):
     """Body of /detokenize."""
 
     model: str | None = Field(None, max_length=1024)
-    tokens: list[TokenId] = Field(fail_fast=True)
+    tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)

@@ -104,6 +104,9 @@ def chat_job(request: ChatRequest, headers: Mapping[str, str]) -> ChatJob:
         options["max_tokens"] = max_tokens
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
+    budget = request.thinking_token_budget
+    if budget is not None and budget >= 0:
+        options["thinking_token_budget"] = budget
     tools = [tool.model_dump(exclude_unset=True) for tool in request.tools or ()]
     template = template_options(tools, _template_vars(request), request.add_generation_prompt)
     if request.continue_final_message:

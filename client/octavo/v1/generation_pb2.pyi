@@ -60,6 +60,7 @@ class GenerateRequest(google.protobuf.message.Message):
     STREAM_INTERVAL_FIELD_NUMBER: builtins.int
     SCORED_TOKENS_FIELD_NUMBER: builtins.int
     EMBEDDING_FIELD_NUMBER: builtins.int
+    THINKING_TOKEN_BUDGET_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the client, unique among its live requests; drawn by the server when empty.
     At most 128 characters.
@@ -84,6 +85,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """Deltas carry at least so many tokens, but for the first and the last one of a choice. 0 is 1."""
     scored_tokens: builtins.int
     """Tokens of the prompt whose log probabilities had come before the stream was lost."""
+    thinking_token_budget: builtins.int
+    """Of a chat with a model that thinks: most tokens of thoughts, after which they are ended. At most 2^31 - 1."""
     @property
     def tokens(self) -> global___TokenIds: ...
     @property
@@ -128,11 +131,14 @@ class GenerateRequest(google.protobuf.message.Message):
         stream_interval: builtins.int = ...,
         scored_tokens: builtins.int = ...,
         embedding: global___EmbeddingParams | None = ...,
+        thinking_token_budget: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_api_key", b"_api_key", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "embedding", b"embedding", "input", b"input", "sampling", b"sampling", "terms", b"terms", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_api_key", b"_api_key", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "embedding", b"embedding", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "request_id", b"request_id", "resume", b"resume", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "skip_text", b"skip_text", "stream_interval", b"stream_interval", "terms", b"terms", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_api_key", b"_api_key", "_thinking_token_budget", b"_thinking_token_budget", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "embedding", b"embedding", "input", b"input", "sampling", b"sampling", "terms", b"terms", "text", b"text", "thinking_token_budget", b"thinking_token_budget", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_api_key", b"_api_key", "_thinking_token_budget", b"_thinking_token_budget", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "embedding", b"embedding", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "request_id", b"request_id", "resume", b"resume", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "skip_text", b"skip_text", "stream_interval", b"stream_interval", "terms", b"terms", "text", b"text", "thinking_token_budget", b"thinking_token_budget", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_api_key", b"_api_key"]) -> typing.Literal["api_key"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_thinking_token_budget", b"_thinking_token_budget"]) -> typing.Literal["thinking_token_budget"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]) -> typing.Literal["truncate_prompt_tokens"] | None: ...
     @typing.overload

@@ -301,6 +301,7 @@ class SchedulerMessage(google.protobuf.message.Message):
     CANCEL_FIELD_NUMBER: builtins.int
     PIN_FIELD_NUMBER: builtins.int
     LEAVE_FIELD_NUMBER: builtins.int
+    ALIVE_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello:
         """First."""
@@ -315,6 +316,8 @@ class SchedulerMessage(google.protobuf.message.Message):
     def leave(self) -> global___Leave:
         """Last."""
 
+    @property
+    def alive(self) -> global___Alive: ...
     def __init__(
         self,
         *,
@@ -323,12 +326,27 @@ class SchedulerMessage(google.protobuf.message.Message):
         cancel: global___Cancel | None = ...,
         pin: global___Pin | None = ...,
         leave: global___Leave | None = ...,
+        alive: global___Alive | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "hello", b"hello", "leave", b"leave", "message", b"message", "pin", b"pin", "plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "hello", b"hello", "leave", b"leave", "message", b"message", "pin", b"pin", "plan", b"plan"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "plan", "cancel", "pin", "leave"] | None: ...
+    def HasField(self, field_name: typing.Literal["alive", b"alive", "cancel", b"cancel", "hello", b"hello", "leave", b"leave", "message", b"message", "pin", b"pin", "plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cancel", b"cancel", "hello", b"hello", "leave", b"leave", "message", b"message", "pin", b"pin", "plan", b"plan"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "plan", "cancel", "pin", "leave", "alive"] | None: ...
 
 global___SchedulerMessage = SchedulerMessage
+
+@typing.final
+class Alive(google.protobuf.message.Message):
+    """The answer to Standby: the scheduler runs, and keeps the worker. One that has answered before and does so no
+    more, for as long as the worker waits, loses the worker to the one that stands by.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___Alive = Alive
 
 @typing.final
 class Leave(google.protobuf.message.Message):
@@ -681,7 +699,7 @@ global___Draining = Draining
 
 @typing.final
 class Standby(google.protobuf.message.Message):
-    """Another scheduler asks for the worker again and again, and would take it at once. Said each second."""
+    """Another scheduler asks for the worker again and again, and would take it at once. Said each time."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

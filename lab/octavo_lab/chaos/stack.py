@@ -49,6 +49,8 @@ class Sizes:
     netns: bool = False
     watchdog_s: float = 3.0
     """A worker that owes a report for longer is lost."""
+    model: str | None = None
+    """Of the workers; None: as RUNNERS says."""
     worker_args: Sequence[str] = ()
 
 
@@ -60,6 +62,7 @@ class ChaosStack(Stack):
         self.spares = sizes.runner != "sim"
         """A model takes long to load: while another worker is away, none is taken away."""
         self.poison = POISON[model] if poisoned else None
+        model = sizes.model or model
         poison_flags = ("--poison-token", str(self.poison)) if poisoned else ()
         common = ("--max-num-seqs", "32", "--enable-faults")
         worker_args = (*flags, *common, *poison_flags, *sizes.worker_args)
