@@ -12,6 +12,7 @@ import random
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Final
 
 from octavo.parsing.formats import THOUGHTS_BEGIN, THOUGHTS_END
@@ -52,6 +53,19 @@ class KeySpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptExtra:
+    """What few requests want done with a prompt."""
+
+    keep_last: int | None = None
+    """Tokens at its end to keep at most; what is before them is cut away."""
+    bad_words: tuple[str, ...] = ()
+    """Texts to tokenize as well."""
+
+
+NO_EXTRA: Final = PromptExtra()
+
+
+@dataclass(frozen=True, slots=True)
 class EncodeText:
     """Tokenize plain text."""
 
@@ -62,6 +76,7 @@ class EncodeText:
     add_special_tokens: bool = True
     keys: KeySpec | None = None
     trim: TrimSpec | None = None
+    extra: PromptExtra = NO_EXTRA
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +88,7 @@ class EncodeChat:
     chat: bytes
     keys: KeySpec | None = None
     trim: TrimSpec | None = None
+    extra: PromptExtra = NO_EXTRA
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +100,7 @@ class TakeTokens:
     tokens: bytes
     keys: KeySpec | None = None
     trim: TrimSpec | None = None
+    extra: PromptExtra = NO_EXTRA
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +144,8 @@ class Encoded:
     """It ends with the beginning of thoughts."""
     thoughts_over: bool = False
     """It ends with their end."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +180,12 @@ class TextModel:
         match job:
             case EncodeText():
                 text = self._encode(job.text, "text", job, add_special_tokens=job.add_special_tokens)
-                return self._finish(cut(text, job.trim), "text", job)
+                return self._finish(cut(_last(text, job.extra), job.trim), "text", job)
             case EncodeChat():
                 return self._encode_chat(job)
             case TakeTokens():
                 ids = self._unpack(job.tokens, "tokens.ids")
-                return self._finish(cut(ids, job.trim), "tokens.ids", job)
+                return self._finish(cut(_last(ids, job.extra), job.trim), "tokens.ids", job)
             case Tokenize():
                 return self._tokenize(job)
             case Decode():
@@ -196,7 +215,7 @@ class TextModel:
             nonlocal end
             text = template.render(chat, self._max_bytes(job))
             end = text[-_LONGEST_END:].rstrip()
-            return self._encode(text, "chat", job, add_special_tokens=False)
+            return _last(self._encode(text, "chat", job, add_special_tokens=False), job.extra)
 
         prompt = trim_chat(pb.Chat.FromString(job.chat), encode, job.trim)
         return replace(
@@ -247,7 +266,26 @@ class TextModel:
                 "PROMPT_TOO_LONG",
             )
         block_keys = b"".join(keys.chain(spec.root, ids, spec.block_size))
-        return Encoded(ids.tobytes(), block_keys, trimmed)
+        bad_words = tuple(chain.from_iterable(map(self._bad_word, job.extra.bad_words)))
+        return Encoded(ids.tobytes(), block_keys, trimmed, bad_words=bad_words)
+
+    def _bad_word(self, text: str) -> list[tuple[int, ...]]:
+        """Return the tokens of a text at the start of a word and, where that is as long, after a space.
+
+        As vLLM does it, so that the same words are kept out.
+        """
+        plain, spaced = (
+            tuple(self._tokenizer.encode(prefix + text.lstrip(), add_special_tokens=False).ids)
+            for prefix in ("", " ")
+        )
+        if not plain:
+            raise InputError("sampling.bad_words", "an entry makes no token")
+        differs = spaced and spaced[0] != plain[0] and len(spaced) == len(plain)
+        return [plain, spaced] if differs else [plain]
+
+
+def _last(ids: array[int], extra: PromptExtra) -> array[int]:
+    return ids if extra.keep_last is None else ids[-extra.keep_last :]
 
 
 def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
