@@ -22,6 +22,11 @@ def allowed_ids(mask: Mask) -> npt.NDArray[np.int64]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
 
+def is_allowed(mask: Mask, token_id: int) -> bool:
+    """Return whether a mask allows a token."""
+    return bool(mask[token_id // WORD_BITS] >> (token_id % WORD_BITS) & 1)
+
+
 class GrammarError(Exception):
     """A constraint cannot be compiled, or a sequence cannot go on under it; the message says why."""
 

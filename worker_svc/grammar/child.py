@@ -21,6 +21,7 @@ from typing import IO, Final
 
 import numpy as np
 from octavo.sampling import StructuredOutput
+from octavo.service.memory import return_what_is_freed
 
 from worker_svc.grammar.backend import (
     WORD_BITS,
@@ -37,7 +38,7 @@ COMPILE_LIMIT_S: Final = 5
 """What compiling one constraint may take, of the CPU."""
 MAX_GRAMMAR_BYTES: Final = 48 << 20
 """What a compiled grammar may take."""
-_MEMORY_BYTES: Final = 1 << 30
+_MEMORY_BYTES: Final = 192 << 20
 """What compiling may take beside what the process has when it begins."""
 _NICENESS: Final = 10
 _TRIALS: Final = 2
@@ -147,6 +148,7 @@ def main() -> None:
     # A terminal's Ctrl-C reaches the whole group; the parent decides when it is over.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(_NICENESS)
+    return_what_is_freed()
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # Whatever a library prints must not end up between the replies.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

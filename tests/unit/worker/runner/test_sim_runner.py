@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from octavo.sampling import SamplingParams, StructuredOutput
+from octavo.sampling import SamplingParams
 from octavo.steptimes import StepTimes
 from tokenizers import Tokenizer
 
