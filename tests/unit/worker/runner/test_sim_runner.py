@@ -70,7 +70,6 @@ def test_sim_never_ends_a_sequence_by_itself() -> None:
 def test_sim_refuses_what_needs_a_model() -> None:
     assert "logprobs" in (runner().supports(SamplingParams(logprobs=1)) or "")
     assert runner().supports(SamplingParams(temperature=0.7, seed=1)) is None
-    assert runner().supports(SamplingParams(structured=StructuredOutput(json_object=True))) is None
 
 
 def test_sim_built_in_tokenizer_reads_any_text_back() -> None:
