@@ -104,6 +104,8 @@ class GrammarReader(Reader):
     """A scheduler and a simulated worker, as processes."""
 
     name = "grammars"
+    stuck_s = 3600.0
+    """Some of them are compiled for as long as they may, in time of the CPU, one after the other."""
 
     def __enter__(self) -> Self:
         self._stack = Stack(
