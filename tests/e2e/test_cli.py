@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -37,6 +38,15 @@ def test_generate_seeded_prints_the_same_text_twice(sim_stack: Stack, capsys: Ca
 
     assert capsys.readouterr().out == first
     assert len(first) > 1
+
+
+def test_embed_prints_a_vector_of_length_1_for_each_text(sim_stack: Stack, capsys: Capture) -> None:
+    assert main(["embed", "one", "two", "--pooling", "mean", "--endpoint", sim_stack.endpoint]) == 0
+
+    vectors = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(vectors) == 2
+    assert vectors[0] != vectors[1]
+    assert [math.hypot(*vector) for vector in vectors] == pytest.approx([1.0, 1.0], abs=1e-6)
 
 
 def test_status_json_accounts_for_every_request(sim_stack: Stack, capsys: Capture) -> None:

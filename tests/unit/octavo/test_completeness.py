@@ -28,17 +28,19 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from octavo._sdk.call import Call
 from octavo._sdk.wire import text_request
+from octavo.cli import generate
 from octavo.cli.request import add_options, options
 from octavo.errors import OctavoError
-from octavo.gateway.schemas import ChatRequest, CompletionRequest
+from octavo.gateway.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
 from octavo.gateway.translate import chat_job, completion_options
 from octavo.gateway.writers import CompletionWriter, Head
 from octavo.protocol.convert_sampling import sampling_from_proto, sampling_to_proto
 from octavo.protocol.steps import FinishReason
 from octavo.sampling import NEUTRAL, SCALARS, SamplingOptions, SamplingParams, StructuredOutput
-from octavo.types import GenerateOptions
+from octavo.types import ChatOptions, GenerateOptions
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
+from pydantic import BaseModel
 
 from worker_svc.runner.base import SequenceData
 from worker_svc.runner.torch.sampling import SamplingState
@@ -171,6 +173,50 @@ def test_every_parameter_is_in_the_docs(page: str) -> None:
     names = [*IN_HTTP["structured"]] if page != "sdk.md" else ["structured"]
     wanted = [name for name in PARAMETERS if name != "structured"] + names
     assert [name for name in wanted if f"`{name}`" not in text] == []
+
+
+BESIDE = {
+    "terms.priority": ("", "priority"),
+    "terms.order": ("priority", "order"),
+    "terms.cache_salt": ("cache_salt", "cache_salt"),
+    "truncate_prompt_tokens": ("truncate_prompt_tokens", "truncate_prompt_tokens"),
+    "stream_interval": ("stream_interval", "stream_interval"),
+    "thinking_token_budget": ("thinking_token_budget", "thinking_token_budget"),
+    "embedding.pooling": ("pooling", "pooling"),
+    "chat.continue_final_message": ("continue_final_message", "continue_final_message"),
+    "chat.documents_json": ("documents", "documents"),
+}
+"""What else there is to set: its path in a GenerateRequest, its names over HTTP and in the SDK."""
+DOORS = {"completions": CompletionRequest, "chats": ChatRequest, "embeddings": EmbeddingRequest}
+
+
+def row_of_docs(path: str, http: str, sdk: str) -> str:
+    """Return the row of a parameter in the table of where each is; also checks that it is there."""
+    message = pb.GenerateRequest.DESCRIPTOR
+    for part in path.split("."):
+        assert part in message.fields_by_name, path
+        message = message.fields_by_name[part].message_type
+    assert sdk in get_type_hints(ChatOptions)
+    doors = [door for door, body in DOORS.items() if http in body.model_fields]
+    parser = argparse.ArgumentParser()
+    generate.configure(parser, "generate")
+    flag = f"--{sdk.replace('_', '-')}"
+    known = flag in parser.format_help().replace(",", " ").replace("]", " ").split()
+    over_http = f"`{http}`: {', '.join(doors)}" if doors else ""
+    return f"| `{path}` | {over_http} | `{sdk}` | {f'`{flag}`' if known else ''} |"
+
+
+def test_docs_say_where_each_parameter_is() -> None:
+    sampling = {f"sampling.{name}": (name, name) for name in PARAMETERS if name != "structured"}
+    rows = [row_of_docs(path, *names) for path, names in (sampling | BESIDE).items()]
+    text = (DOCS / "coming-from-vllm-serve.md").read_text()
+    assert [row for row in rows if row not in text] == []
+
+
+@pytest.mark.parametrize("body", DOORS.values())
+def test_every_member_of_a_body_is_in_the_docs(body: type[BaseModel]) -> None:
+    text = (DOCS / "coming-from-vllm-serve.md").read_text()
+    assert [name for name in body.model_fields if f"`{name}" not in text] == []
 
 
 # Finish reasons
