@@ -197,6 +197,10 @@ class WorkerServerSection(ServerSection):
         description="after the start, and after the stream of a scheduler was lost, those of a higher "
         "rank are kept waiting for so many seconds",
     )
+    scheduler_silence_s: Seconds = Field(
+        2.0,
+        description="a scheduler that stands still for so long loses the worker to one that stands by",
+    )
 
     @model_validator(mode="after")
     def _knows_its_schedulers(self) -> Self:

@@ -154,7 +154,10 @@ class WorkerProcess:
         loaded = engine_loop.ready.result()
         terms = self._terms(worker_id, loaded)
         reservation = Reservation(self._settings.server.preferred_grace_s)
-        sessions = Sessions(terms, engine_loop, self._metrics, loaded.faults, reservation)
+        silence_s = self._settings.server.scheduler_silence_s
+        sessions = Sessions(
+            terms, engine_loop, self._metrics, loaded.faults, reservation, scheduler_silence_s=silence_s
+        )
         self._metrics.describe(loaded.info, terms.geometry)
         self._metrics.observe_pool(await engine_loop.call(lambda engine: engine.pool_report()))
         self._service.open(Business(describe(loaded.info, terms), sessions, loaded.faults))

@@ -24,6 +24,7 @@ from typing import Any, Final, Self
 
 from octavo.client import Client
 from octavo.errors import OctavoError, UnavailableError
+from octavo.service.address import local_host
 from octavo.service.private import FOLDER_MODE, private, write_private
 from octavo.service.tls import PARTS, Tls
 
@@ -243,15 +244,12 @@ class Stack:
     def metrics_addresses(self) -> dict[str, str]:
         """Where metrics are served, by name of the process; empty without `StackConfig.metrics`."""
         names = ("scheduler", *(worker.name for worker in self.workers), "standby")
-        return {
-            name: f"{self.config.host}:{port}" for name, port in zip(names, self._metrics_ports, strict=False)
-        }
+        return {name: self._address(port) for name, port in zip(names, self._metrics_ports, strict=False)}
 
     def _worker(self, index: int, port: int) -> Child:
-        address = f"{self.config.host}:{port}"
         model = self.models[index // self.config.num_workers]
-        arguments = ["worker", "--listen", address, "--model", model, *self._metrics_flag(1 + index)]
-        return self._child(f"worker-{index}", address, [*arguments, *self.config.worker_args])
+        arguments = ["worker", *self._listen(port), "--model", model, *self._metrics_flag(1 + index)]
+        return self._child(f"worker-{index}", self._address(port), [*arguments, *self.config.worker_args])
 
     def _scheduler(self, port: int) -> Child:
         return self._scheduler_child("scheduler", port, self._metrics_flag(0))
@@ -261,15 +259,20 @@ class Stack:
         return self._scheduler_child("standby", port, flags)
 
     def _scheduler_child(self, name: str, port: int, flags: Sequence[str]) -> Child:
-        address = f"{self.config.host}:{port}"
         workers = ",".join(worker.address for worker in self.workers)
-        arguments = ["scheduler", "--listen", address, "--workers", workers, *flags]
-        return self._child(name, address, [*arguments, *self.config.scheduler_args])
+        arguments = ["scheduler", *self._listen(port), "--workers", workers, *flags]
+        return self._child(name, self._address(port), [*arguments, *self.config.scheduler_args])
 
     def _gateway(self, port: int) -> Child:
-        address = f"{self.config.host}:{port}"
-        arguments = ["gateway", "--listen", address, "--endpoint", self.endpoints]
-        return self._child("gateway", address, [*arguments, *self.config.gateway_args])
+        arguments = ["gateway", *self._listen(port), "--endpoint", self.endpoints]
+        return self._child("gateway", self._address(port), [*arguments, *self.config.gateway_args])
+
+    def _listen(self, port: int) -> tuple[str, str]:
+        return "--listen", f"{self.config.host}:{port}"
+
+    def _address(self, port: int) -> str:
+        """Return where the stack itself reaches a port: no certificate is for 0.0.0.0."""
+        return f"{local_host(self.config.host)}:{port}"
 
     def _metrics_flag(self, index: int) -> tuple[str, str]:
         ports = self._metrics_ports

@@ -274,6 +274,7 @@ def _announce(stack: Stack) -> None:
         print(f"  {scheduler.name:<9}  {scheduler.address}")
     for worker in stack.workers:
         print(f"  {worker.name:<9}  {worker.address}")
+    scheme = "http" if stack.tls is None else "https"
     if stack.gateway is not None:
         print(f"  gateway    {scheme}://{stack.gateway.address}/v1")
     for name, address in stack.metrics_addresses.items():
