@@ -26,7 +26,7 @@ from octavo.client import Client
 from octavo.errors import OctavoError, UnavailableError
 from octavo.service.address import local_host
 from octavo.service.private import FOLDER_MODE, private, write_private
-from octavo.service.tls import Tls
+from octavo.service.tls import PARTS, Tls
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is (0 to 1)."""
@@ -34,7 +34,6 @@ Progress = Callable[[str, float], None]
 _POLL_S: Final = 0.05
 _RESTART_GRACE_S: Final = 5.0
 _SECRET_FILE: Final = "OCTAVO_WORKER_SECRET_FILE"  # noqa: S105 - a variable
-_PARTS: Final = ("scheduler", "worker", "gateway")
 _FIRST_METRICS_PORT: Final = 9464
 _DRAIN_GRACE_S: Final = 30.0
 _DRAIN_MARGIN_S: Final = 10.0
@@ -428,7 +427,8 @@ def certificates(folder: Path) -> dict[str, str]:
         OSError: there is no such certificate.
     """
     env = {"OCTAVO_MTLS": "yes", "OCTAVO_TLS_CA": str(folder / "ca.pem")}
-    for name, part in (("", "client"), *((f"{part.upper()}_", part) for part in _PARTS)):
+    for part in PARTS:
+        name = "" if part == "client" else f"{part.upper()}_"
         env[f"OCTAVO_{name}TLS_CERT"] = str(folder / f"{part}.pem")
         env[f"OCTAVO_{name}TLS_KEY"] = str(folder / f"{part}-key.pem")
     for variable, file in env.items():

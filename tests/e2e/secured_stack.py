@@ -18,7 +18,6 @@ from octavo.service.tls import Tls
 from octavo.stack import Stack, StackConfig, free_ports
 
 SIM = ("--runner", "sim")
-PARTS = ("scheduler", "worker", "gateway", "client")
 YEAR = timedelta(days=365)
 HOSTS = ("localhost", "127.0.0.1")
 ROLES = {
@@ -78,8 +77,7 @@ def make_certificates(folder: Path) -> Authority:
     (folder / "other").mkdir(exist_ok=True)
     authority.save(folder)
     other.save(folder / "other")
-    for part in PARTS:
-        authority.issue(folder, part, () if part == "client" else HOSTS, YEAR)
+    authority.issue_all(folder, HOSTS, YEAR)
     for part in ("client", "scheduler"):
         other.issue(folder / "other", part, HOSTS, YEAR)
     authority.issue(folder, "expired", HOSTS, timedelta(days=-1))

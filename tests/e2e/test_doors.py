@@ -54,6 +54,8 @@ OF_TENANTS = {
     "POST /v1/completions": _SAME_ID,
     "POST /v1/chat/completions": _SAME_ID,
     "POST /v1/messages": _SAME_ID,
+    # Admitted as completions are.
+    "POST /v1/embeddings": f"{_GATEWAY}test_prefix_of_a_tenant_is_cached_for_no_other_behind_one_gateway",
     "POST /v1/responses": f"{_GATEWAY}test_response_of_another_tenant_cannot_be_continued",
     "POST /v1/messages/count_tokens": NOTHING,
     "GET /v1/models": f"{_GATEWAY}test_gateway_names_no_tenant_to_another",

@@ -8,7 +8,6 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import httpx
@@ -20,7 +19,7 @@ from octavo.service.private import write_private
 from octavo.stack import Child
 
 from tests.e2e.scheduler_stack import until
-from tests.e2e.secured_stack import HOSTS, PARTS, SIM, YEAR, Secured, secured
+from tests.e2e.secured_stack import HOSTS, SIM, YEAR, Secured, secured
 
 CLIENTS = 6
 FAST = ("--sim-speed", "20")
@@ -122,7 +121,7 @@ async def test_everything_that_opens_a_door_is_replaced_and_no_request_fails(tmp
 async def certificates(load: Load) -> None:
     """New certificates of the same authority."""
     for _ in range(3):
-        issue_all(Authority.load(load.stack.folder), load.stack.folder)
+        Authority.load(load.stack.folder).issue_all(load.stack.folder, HOSTS, YEAR)
         await load.around()
 
 
@@ -137,7 +136,7 @@ async def authority(load: Load) -> None:
         write_private(folder / "ca.pem", trusted)
         await load.around()
         if issuer is not None:
-            issue_all(issuer, folder)
+            issuer.issue_all(folder, HOSTS, YEAR)
             await load.around()
 
 
@@ -159,11 +158,6 @@ async def workers_secret(load: Load) -> None:
         write_private(path, "\n".join(lines))
         await attach_anew(load.stack, load.stack.stack.workers[number % 2])
         await load.around()
-
-
-def issue_all(issuer: Authority, folder: Path, valid: timedelta = YEAR) -> None:
-    for part in PARTS:
-        issuer.issue(folder, part, () if part == "client" else HOSTS, valid)
 
 
 async def rotated(path: str, name: str, stack: Secured) -> str:

@@ -19,6 +19,7 @@ import structlog
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from octavo.keys import QUOTAS, hash_of, new_key
+from octavo.service.private import write_private
 from octavo.v1 import common_pb2, generation_pb2_grpc, operations_pb2_grpc
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import operations_pb2 as ops
@@ -139,7 +140,7 @@ def own_address() -> str:
 
 async def test_without_keys_others_may_send_requests_and_only_this_machine_may_operate() -> None:
     worker = await start_worker()
-    reading = {"GetStatus", "WatchStatus"}
+    reading = {"GetStatus", "WatchStatus", "GetUsage"}
     operations = [one.values[1] for one in methods() if one.values[0] is operations_pb2_grpc.OperationsStub]
     # What ends the scheduler comes last.
     operations.sort(key=lambda method: method.name == "Drain")
@@ -368,7 +369,7 @@ async def test_no_key_is_in_logs_plan_log_or_errors(tmp_path: Path) -> None:
 
 async def test_scheduler_with_a_broken_key_file_does_not_start(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
-    path.write_text("[tenants.a]\nweight = -1\n")
+    write_private(path, "[tenants.a]\nweight = -1\n")
     async with scheduler_process(f"--key-file={path}") as process:
         assert await process.wait() == 2
         (line,) = process.lines

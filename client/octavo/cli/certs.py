@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 from octavo.cli import output
 from octavo.service.private import FOLDER_MODE
+from octavo.service.tls import PARTS
 
 if TYPE_CHECKING:
     from octavo.service.authority import Authority
 
-_PARTS: Final = ("scheduler", "worker", "gateway", "client")
 _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 
 
@@ -45,16 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         authority = _authority(Authority, folder)
-        for part in _PARTS:
-            hosts = () if part == "client" else (*_LOCAL, *arguments.host)
-            authority.issue(folder, part, hosts, timedelta(days=arguments.days))
+        authority.issue_all(folder, (*_LOCAL, *arguments.host), timedelta(days=arguments.days))
     except OSError as error:
         output.fail(f"{error.filename}: {error.strerror}")
         return 1
     except ValueError as error:
         output.fail(f"{folder}: {error}")
         return 1
-    print(f"{folder}: ca.pem, and for {', '.join(_PARTS)} a certificate NAME.pem with its key NAME-key.pem.")
+    print(f"{folder}: ca.pem, and for {', '.join(PARTS)} a certificate NAME.pem with its key NAME-key.pem.")
     print("Each part gets ca.pem and its own two files:")
     print(f"  octavo worker --tls-ca {folder}/ca.pem --tls-cert {folder}/worker.pem", end=" ")
     print(f"--tls-key {folder}/worker-key.pem --mtls")

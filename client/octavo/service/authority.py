@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from octavo.service.private import write_private
+from octavo.service.tls import PARTS
 
 _CA_DAYS: Final = 3650
 # A clock that is behind ours shall take what we made.
@@ -54,6 +55,11 @@ class Authority:
     def save(self, folder: Path) -> None:
         """Write `ca.pem` and `ca-key.pem`."""
         _write(folder, "ca", self.certificate, self.key)
+
+    def issue_all(self, folder: Path, hosts: Iterable[str], valid: timedelta) -> None:
+        """Write one for each part, the services' for these hosts."""
+        for part in PARTS:
+            self.issue(folder, part, () if part == "client" else hosts, valid)
 
     def issue(self, folder: Path, name: str, hosts: Iterable[str], valid: timedelta) -> None:
         """Write `NAME.pem` and `NAME-key.pem`: a certificate of this name and these hosts, for both ends.

@@ -7,12 +7,15 @@ import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
 
 from octavo.service.address import split_scheme
+
+PARTS: Final = ("scheduler", "worker", "gateway", "client")
+"""Whose certificates `octavo certs` makes: `NAME.pem` with `NAME-key.pem`, beside `ca.pem`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,8 +168,7 @@ async def tls_overhead() -> Measurement:
     """
     certs, authority = Path(tempfile.mkdtemp(prefix="octavo-certs-")), Authority.create()
     authority.save(certs)
-    for part in ("scheduler", "worker", "gateway", "client"):
-        authority.issue(certs, part, ("127.0.0.1",), timedelta(days=1))
+    authority.issue_all(certs, ("127.0.0.1",), timedelta(days=1))
     cpu_us: dict[str, list[float]] = {"plaintext": [], "mTLS": []}
     async with AsyncExitStack() as entered:
 
