@@ -12,7 +12,11 @@ from typing import Any
 BASE_URL, MODEL = sys.argv[1:3]
 SEES_FIT = "--auto" in sys.argv
 """The model is a stand-in that calls a tool whenever it is offered some, and then says what came of it."""
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+}
 CITY["additionalProperties"] = False
 """Arguments of the tool `weather`. Bounded, as the model of the tests is too small to find an end."""
 

@@ -139,7 +139,10 @@ async def start_worker(
     model = info or replace(built_in_model(), model_id="echo")
     loop = EngineLoop(lambda: build(settings, runner(model, StepTimes.builtin(), sleep=gate)))
     loop.start()
-    loaded = await loop.ready
+    await asyncio.wait({loop.ready, loop.ended}, return_when=asyncio.FIRST_COMPLETED)
+    if loop.ended.done():
+        loop.ended.result()
+    loaded = loop.ready.result()
     terms = Terms(
         worker_id=worker_id,
         incarnation=f"{worker_id}-{id(loop)}",
