@@ -121,12 +121,13 @@ class LoadGate:
         sampling = message.sampling
         output = sampling.max_tokens if sampling.HasField("max_tokens") else None
         resumed = sum(len(choice.token_ids) for choice in message.resume)
+        text_bytes = (size or 4 * tokens) + constraint_bytes(message)
         return IncomingRequest(
             message,
             stream,
             caller,
             model,
-            TokenEstimate(tokens, output, max(1, sampling.n), resumed, size or 4 * tokens),
+            TokenEstimate(tokens, output, max(1, sampling.n), resumed, text_bytes),
             self._trimmed(tokens, message, model),
             size,
         )
@@ -220,3 +221,8 @@ class LoadGate:
             return min(tokens, message.accepted_as.prompt_tokens)
         caps = self._driver.caps(model.id)
         return min(tokens, caps.prompt_tokens) if caps is not None else tokens
+
+
+def constraint_bytes(message: pb.GenerateRequest) -> int:
+    """Return the size of what a worker has to compile for a request; it counts as text for a tokenizer."""
+    return message.sampling.structured.ByteSize()

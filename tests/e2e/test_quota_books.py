@@ -210,6 +210,22 @@ async def test_tokenizing_of_one_tenant_delays_no_other_and_is_charged_by_the_by
         await until(worker.is_empty)
 
 
+async def test_constraints_are_charged_by_the_byte_like_text(tmp_path: Path) -> None:
+    async with service(tmp_path / "keys.toml", "tokenizer_bytes_per_minute = 10_000") as (stack, worker, _):
+        # The worker of these tests compiles none, and says so when all else is done.
+        stack.process.models.find("").model.constrains = True
+        choices = common_pb2.StructuredOutput(choice=common_pb2.ChoiceList(values=["a" * 1000] * 4))
+        fields: Any = {"text": "abc", "sampling": {"max_tokens": 1, "structured": choices}}
+        with pytest.raises(grpc.aio.AioRpcError, match="follows no grammar"):
+            await generate(stack, **fields)
+        assert tenant(stack).text_bytes == len("abc") + choices.ByteSize()
+        call: Any = stack.generation.Tokenize
+        await _tokenize(call, "a" * 5900)
+        _, error = await until_refused(lambda _: generate(stack, **fields))
+        assert error.metadata["quota"] == "tokenizer_bytes_per_minute"
+        await until(worker.is_empty)
+
+
 async def _tokenize(call: Any, text: str) -> None:
     await call(pb.TokenizeRequest(text=text), metadata=bearer("user"), timeout=WAIT_S)
 

@@ -18,9 +18,7 @@ from tests.fuzz.readers import readers
 def main() -> int:
     """Return 1 when a fault was found."""
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
-    parser.add_argument(
-        "--minutes", type=float, help="for all readers together; 10 without --messages"
-    )
+    parser.add_argument("--minutes", type=float, help="for all readers together; 10 without --messages")
     parser.add_argument("--messages", type=int, default=sys.maxsize, help="so many for each, at most")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="shell-style pattern on the name")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6), help="default: a new one")

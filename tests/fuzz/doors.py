@@ -52,9 +52,19 @@ _CHAT: Final = pb.Chat(
     template_vars_json='{"a": 1}',
 )
 _SAMPLING: Final = common_pb2.SamplingParams(max_tokens=2)
-_SEEDS: Final[dict[str, list[Any]]] = {
+_CONSTRAINTS: Final = [
+    common_pb2.StructuredOutput(json_schema='{"properties": {"a": {"enum": [1]}}}', strict=True),
+    common_pb2.StructuredOutput(regex="[a-c]{2}"),
+    common_pb2.StructuredOutput(choice=common_pb2.ChoiceList(values=["a", "b"])),
+    common_pb2.StructuredOutput(structural_tag='{"format": {"type": "any_text"}}'),
+]
+SEEDS: Final[dict[str, list[Any]]] = {
     "Generation/Generate": [
         _FULL,
+        *(
+            pb.GenerateRequest(text="a", sampling=common_pb2.SamplingParams(max_tokens=2, structured=one))
+            for one in _CONSTRAINTS
+        ),
         pb.GenerateRequest(chat=_CHAT, sampling=_SAMPLING),
         pb.GenerateRequest(tokens=pb.TokenIds(ids=range(3, 40)), sampling=_SAMPLING),
     ],
@@ -77,10 +87,12 @@ _SEEDS: Final[dict[str, list[Any]]] = {
     "Operations/SetFaults": [
         operations_pb2.SetFaultsRequest(worker_id="w", faults=[operations_pb2.Fault(kind=1, count=1)])
     ],
+    "Operations/GetUsage": [operations_pb2.GetUsageRequest(since_s=60)],
     "Operations/AuditWorkers": [operations_pb2.AuditWorkersRequest(worker_id="w1")],
 }
 """All but Drain, which would do as it is told."""
-_BODIES: Final[dict[str, list[Any]]] = {
+_FUNCTION: Final = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+BODIES: Final[dict[str, list[Any]]] = {
     "/v1/completions": [
         {
             "prompt": "hello", "max_tokens": 2, "n": 2, "temperature": 0.5, "top_p": 0.5, "seed": 3,
@@ -99,6 +111,43 @@ _BODIES: Final[dict[str, list[Any]]] = {
             "max_completion_tokens": 2, "logprobs": True, "top_logprobs": 1, "tools": [],
             "tool_choice": "none", "response_format": {"type": "text"}, "chat_template_kwargs": {"a": 1},
         },
+        {
+            "messages": [], "max_tokens": 1,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
+            "structured_outputs": {"json": {}, "regex": "a", "choice": ["a"]},
+        },
+    ],
+    "/v1/responses": [
+        {
+            "model": "echo", "instructions": "i", "max_output_tokens": 2, "stream": True,
+            "metadata": {"a": "b"},
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "t"}]},
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "h"}]},
+                {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": "o"},
+            ],
+            "tools": [_FUNCTION], "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
+        },
+        {"input": "a", "max_output_tokens": 1, "tools": [_FUNCTION], "tool_choice": "required"},
+    ],
+    "/v1/messages": [
+        {
+            "model": "echo", "max_tokens": 2, "system": [{"type": "text", "text": "s"}], "stream": True,
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "t"}]},
+                {"role": "assistant", "content": [
+                    {"type": "thinking", "thinking": "h", "signature": ""},
+                    {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+                ]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "o"}]},
+            ],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "any"},
+            "thinking": {"type": "enabled", "budget_tokens": 9}, "stop_sequences": ["x"],
+        },
+    ],
+    "/v1/messages/count_tokens": [
+        {"model": "echo", "messages": [{"role": "user", "content": "a"}], "system": "s"},
     ],
     "/tokenize": [
         {"prompt": "a b", "return_token_strs": True},
@@ -154,7 +203,7 @@ class SchedulerDoor(_Door):
         self.name = f"rpc_{method.rpartition('/')[2].lower()}"
         self._path = f"/octavo.v1.{method}"
         self._session = method.endswith("/Session")
-        self._seeds = [one.SerializeToString() for one in _SEEDS[method]]
+        self._seeds = [one.SerializeToString() for one in SEEDS[method]]
 
     async def _ask(self, rng: random.Random) -> None:
         messages = [harmed(rng, rng.choice(self._seeds), self._seeds, message=True) for _ in range(_TOGETHER)]
@@ -202,7 +251,7 @@ class GatewayDoor(_Door):
         client = await self._stack.enter_async_context(AsyncClient(endpoint))
         self._app = create_app(GatewaySettings.load({"endpoint": endpoint}), client)
         self._seeds = {
-            path: [json.dumps(body).encode() for body in bodies] for path, bodies in _BODIES.items()
+            path: [json.dumps(body).encode() for body in bodies] for path, bodies in BODIES.items()
         }
 
     async def _ask(self, rng: random.Random) -> None:
@@ -238,4 +287,4 @@ class GatewayDoor(_Door):
 
 def door_readers() -> list[Reader]:
     """Return one for each method, and one for the gateway."""
-    return [GatewayDoor(), *map(SchedulerDoor, _SEEDS)]
+    return [GatewayDoor(), *map(SchedulerDoor, SEEDS)]

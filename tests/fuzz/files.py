@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import base64
 import json
 import random
 import shutil
@@ -10,9 +11,12 @@ import tempfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import jwt
 import torch
+from cryptography.hazmat.primitives.asymmetric import ec
 from gguf import GGUFWriter
 from octavo.batch_file import BatchFileError, OutcomeFile, read_requests, throughput_order
 from octavo.keys import KeyFile, KeyFileError, hash_of
@@ -22,6 +26,7 @@ from octavo.steptimes import StepTimes
 from octavo_lab.sim import SimCell, SimWorkerConfig
 from safetensors.torch import save_file
 
+from scheduler_svc.admission.tokens import Tokens
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core import CoreConfig, NewRequest
 from scheduler_svc.planlog import PlanLogError, PlanLogWriter, RecordingCore, replay
@@ -79,6 +84,7 @@ def file_readers() -> list[FileReader]:
     return [
         FileReader("key_file", [KEYS], _keys),
         FileReader("settings", [SETTINGS], _settings),
+        FileReader("jwt", [b'{"alg": "ES256", "typ": "JWT", "kid": "one"}', b"e30.e30.e30"], TokenReader()),
         FileReader("batch_requests", [BATCH], _batch),
         FileReader("batch_outcomes", [OUTCOMES], _outcomes),
         FileReader("gguf", [_gguf()], _read_gguf),
@@ -105,6 +111,25 @@ def _keys(data: bytes) -> None:
     except UnicodeDecodeError:
         return
     _reads(lambda: KeyFile.parse(text), KeyFileError)
+
+
+@dataclass
+class TokenReader:
+    """Reads the heads of tokens (JWT), which anybody can make."""
+
+    jwt_issuer: str = "https://login.example"
+    jwt_audience: str = "octavo"
+    jwt_tenant_claim: str = "tenant"
+
+    def __post_init__(self) -> None:
+        public = ec.generate_private_key(ec.SECP256R1()).public_key()
+        key = {**json.loads(jwt.algorithms.ECAlgorithm.to_jwk(public)), "kid": "one", "alg": "ES256"}
+        self.jwt_jwks = str(_written("jwks.json", json.dumps({"keys": [key]}).encode()))
+        self._tokens = Tokens(self)
+
+    def __call__(self, data: bytes) -> None:
+        self._tokens.find(f"{base64.urlsafe_b64encode(data).decode()}.e30.AAAA", {})
+        self._tokens.find(data.decode(errors="replace"), {})
 
 
 def _settings(data: bytes) -> None:

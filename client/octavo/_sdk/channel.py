@@ -144,14 +144,14 @@ def parse_tls(given: Tls | None) -> Tls | None:
     """Return how to connect: as was given, or as the environment says, if it does.
 
     Raises:
-        InvalidRequestError: a file cannot be read.
+        InvalidRequestError: a file cannot be used.
     """
     tls = given or Tls.from_environment()
     if tls is not None:
         try:
-            tls.read()
-        except OSError as error:
-            raise InvalidRequestError.of_fields(("tls", f"{error.filename}: {error.strerror}")) from None
+            tls.check()
+        except (OSError, ValueError) as error:
+            raise InvalidRequestError.of_fields(("tls", str(error))) from None
     return tls
 
 

@@ -130,12 +130,12 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
             nonlocal held
             self._turns.leave(caller)
             held = self._slow if self._slow.take(caller) else None
-            if held is None:
-                limit.reschedule(loop.time())
+            limit.reschedule(loop.time() + (_LATEST_S - _SOON_S if held is not None else 0.0))
 
         timer = loop.call_later(_SOON_S, slow_down)
         try:
-            async with asyncio.timeout(_LATEST_S) as limit:
+            # Most messages come at once, and need no second timer.
+            async with asyncio.timeout(None) as limit:
                 return await context.read()
         except TimeoutError:
             full = _full("too many calls wait for their first message")

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from google.protobuf.descriptor import FieldDescriptor
 from octavo import v1
+from octavo.protocol.bounds import BOUNDS, FieldBound
 from octavo.v1 import common_pb2, operations_pb2
 from octavo.v1 import generation_pb2 as pb
 
@@ -26,6 +27,9 @@ _SMALL: Final = {_VARINT: b"\1", _FIXED64: b"\0" * 6 + b"\xf0\x3f", _FIXED32: b"
 _WRONG: Final = {_VARINT: b"\xff" * 9 + b"\1", _FIXED64: b"\xff" * 8, _FIXED32: b"\xff" * 4}
 """-1, and no number."""
 _NOT_UTF8: Final = b"\xff"
+_DIFFERENT: Final = 50_000
+ALLOWED: Final = "as much as may be"
+"""In the names of bodies that are within the bounds of their worst field."""
 
 _VALID: Final = {
     kind.DESCRIPTOR.full_name: kind.SerializeToString()
@@ -93,16 +97,21 @@ def _bodies(message: Any, size: int, path: str, wrap: Callable[[bytes], bytes]) 
         yield _body(f"{path}*", "each again and again", inside, lambda: _cycle(singular, size))
     for field in message.fields:
         name = f"{path}{field.name}"
+        bound = BOUNDS.get(f"{message.name}.{field.name}", FieldBound())
         if is_repeated(field):
-            yield from _lists(field, size, name, inside)
+            yield from _lists(field, size, name, inside, bound.count)
         elif field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
             yield from _texts(field, size, name, inside)
+            if bound.bytes is not None and bound.bytes < size:
+                yield from _texts(field, bound.bytes - 8, f"{name}, {ALLOWED}", inside)
         if field.message_type is not None and not field.message_type.GetOptions().map_entry:
             yield from _bodies(field.message_type, size, f"{name}.", _within(field, inside))
 
 
-def _lists(field: Any, size: int, name: str, wrap: Callable[[bytes], bytes]) -> Iterator[Body]:
-    """Yield the longest lists of the smallest elements."""
+def _lists(
+    field: Any, size: int, name: str, wrap: Callable[[bytes], bytes], most: int | None
+) -> Iterator[Body]:
+    """Yield the longest lists of the smallest elements, and those of as many as there may be."""
     wire, is_map = (
         _wire_type(field),
         field.message_type is not None and field.message_type.GetOptions().map_entry,
@@ -111,6 +120,8 @@ def _lists(field: Any, size: int, name: str, wrap: Callable[[bytes], bytes]) -> 
         for end, tail in _tails(field):
             build = _list(field, element, size, tail)
             yield _body(name, f"many {kind}{end}", wrap, build)
+        if most is not None:
+            yield _body(name, f"{kind}, {ALLOWED}", wrap, _list(field, element, size, b"", most))
     if is_map or wire == _DELIMITED:
         return
     for kind, values in (("small", _SMALL), ("wrong", _WRONG)):
@@ -121,8 +132,10 @@ def _packed(field: Any, value: bytes, size: int) -> Callable[[], bytes]:
     return lambda: _delimited(field.number, value * (size // len(value)))
 
 
-def _list(field: Any, element: Callable[[int], bytes], size: int, tail: bytes) -> Callable[[], bytes]:
-    return lambda: _repeated(lambda i: _field(field, element(i)), size) + tail
+def _list(
+    field: Any, element: Callable[[int], bytes], size: int, tail: bytes, most: int | None = None
+) -> Callable[[], bytes]:
+    return lambda: _repeated(lambda i: _field(field, element(i)), size, most) + tail
 
 
 def _elements(field: Any) -> Iterator[tuple[str, Callable[[int], bytes]]]:
@@ -168,9 +181,10 @@ def _texts(field: Any, size: int, name: str, wrap: Callable[[bytes], bytes]) -> 
         "nested": lambda: b"[" * size,
         "not UTF-8 at the end": lambda: b"a" * size + _NOT_UTF8,
     }
-    if "json" in field.name:
+    if "json" in field.name or field.name == "structural_tag":
         texts["many elements"] = lambda: b"[" + b"{}," * (size // 3) + b"{}]"
-        texts["many keys"] = lambda: b"{" + _repeated(lambda i: b'"%x":0,' % i, size) + b'"":0}'
+        texts["an object of many elements"] = lambda: b'{"anyOf":[' + b"{}," * (size // 3 - 6) + b"{}]}"
+        texts["many keys"] = lambda: b"{" + _repeated(lambda i: b'"%x":0,' % i, size - 20) + b'"":0}'
     for kind, build in texts.items():
         yield _body(name, kind, _within(field, wrap), build)
 
@@ -190,14 +204,14 @@ def _identity(payload: bytes) -> bytes:
     return payload
 
 
-def _repeated(element: Callable[[int], bytes], size: int) -> bytes:
-    """Return as many elements as fit: different ones up to 50,000, then the same again."""
+def _repeated(element: Callable[[int], bytes], size: int, most: int | None = None) -> bytes:
+    """Return as many elements as fit, or `most`: different ones up to 50,000, then the same again."""
     one, length, number = [], 0, 0
-    while length < size and number < 50_000:
+    while length < size and number < min(_DIFFERENT, most or _DIFFERENT):
         one.append(element(number))
         length += len(one[-1])
         number += 1
-    return b"".join(one) * max(1, size // length)
+    return b"".join(one) * max(1, min(size // length, (most or size) // number))
 
 
 def _cycle(elements: list[bytes], size: int) -> bytes:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import grpc
 import psutil
 from octavo.stack import Child, Stack
+from octavo.v1 import common_pb2, generation_pb2_grpc
 from octavo.v1 import generation_pb2 as pb
 
 from octavo_lab.hardening.documents import routes, worst_documents
@@ -100,6 +101,7 @@ class Siege:
         with Neighbour(door, address) as neighbour:
             while not neighbour.streams:
                 neighbour.settle()
+            self._load_libraries()
             neighbour.forget()
             time.sleep(1.0)
             self.calm_s = max(self.calm_s, neighbour.longest_wait_s())
@@ -108,6 +110,16 @@ class Siege:
                 if fnmatchcase(f"{name} {body.name}", self.only):
                     self._try(name, body, send, neighbour, resident)
             self.harmed += neighbour.harmed
+
+    def _load_libraries(self) -> None:
+        """Have done once what loads libraries at its first use: their memory is no harm of a body."""
+        constraint = common_pb2.StructuredOutput(json_object=True)
+        asked = pb.GenerateRequest(
+            text="a", sampling=common_pb2.SamplingParams(max_tokens=1, structured=constraint)
+        )
+        with grpc.insecure_channel(self.stack.endpoint) as channel:
+            for _ in generation_pb2_grpc.GenerationStub(channel).Generate(asked, timeout=_ANSWER_S):
+                pass
 
     def _try(
         self,

@@ -112,6 +112,7 @@ class Attacker:
             ),
             "tokenize": (self.send(_GENERATION + "Tokenize", text), 500),
             "128 choices": (self.send(generate, _packed(_asked(n=128))), 2),
+            "a grammar": (self.grammar, 2),
             "resume": (self.resume, 2),
             "cancel": (self.cancel, 2),
             "paced": (self.paced, 20),
@@ -199,6 +200,13 @@ class Attacker:
         asked = _asked()
         asked.sampling.max_tokens, asked.sampling.ignore_eos, asked.skip_text = 801, True, True
         asked.resume.add(token_ids=[3 + (number + place) % 240 for place in range(800)])
+        return await self.send(_GENERATION + "Generate", _packed(asked))()
+
+    async def grammar(self) -> str:
+        """Have a constraint compiled that was never seen before, and takes long."""
+        innermost = f'{{"const": {next(self.numbers)}}}'
+        schema = '{"type":"array","items":' * 90 + innermost + "}" * 90
+        asked = _asked(structured=common_pb2.StructuredOutput(json_schema=schema))
         return await self.send(_GENERATION + "Generate", _packed(asked))()
 
     async def cancel(self) -> str:

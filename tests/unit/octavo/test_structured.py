@@ -16,10 +16,6 @@ class City(BaseModel):
     people: int
 
 
-def strict(schema: Any) -> tuple[str, str] | None:
-    return problem_of(StructuredOutput(json_schema=json.dumps(schema), strict=True))
-
-
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
@@ -64,31 +60,3 @@ def test_constraint_that_is_wrong_in_itself_names_its_field(
     found = problem_of(structured)
     assert found is not None
     assert (found[0], problem in found[1]) == (field, True)
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "array", "items": {"type": "number", "multipleOf": 3}},
-        {"$defs": {"a": {"not": {"type": "string"}}}, "$ref": "#/$defs/a"},
-        {"type": "string", "format": "hostname-of-mine"},
-        {"type": "string", "pattern": "a", "maxLength": 3},
-        {"allOf": [{"type": "string"}, {"enum": ["a"]}]},
-        {"$ref": "https://example.com/schema"},
-        {"type": "object", "properties": {"a": {}}, "patternProperties": {"b": {}}},
-    ],
-)
-def test_strict_schema_that_output_cannot_be_held_to_is_refused(schema: dict[str, Any]) -> None:
-    assert strict(schema) is not None
-    assert problem_of(StructuredOutput(json_schema=json.dumps(schema))) is None, "only where strict is set"
-
-
-def test_strict_looks_at_schemas_and_not_at_names_and_values() -> None:
-    schema = {
-        "type": "object",
-        "properties": {"not": {"type": "string"}, "format": {"enum": [{"not": 1}]}},
-        "required": ["not"],
-        "additionalProperties": False,
-    }
-    assert strict(schema) is None
-    assert strict(City.model_json_schema()) is None

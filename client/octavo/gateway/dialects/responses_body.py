@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
@@ -83,7 +84,7 @@ class TextFormat(Strict):
     """What the output is."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
+    name: str | None = Field(None, max_length=256)
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -141,7 +142,9 @@ class ResponsesRequest(Strict):
     parallel_tool_calls: bool | None = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="comes back in the response")
+    metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(
+        None, max_length=16, description="comes back in the response"
+    )
     store: bool | None = Field(None, description="accepted: nothing is stored, and the response says so")
     stream: bool | None = False
     user: str | None = Field(None, max_length=256)
@@ -250,7 +253,8 @@ def _joined(content: str | Iterable[InputPart] | None) -> str:
 
 def _one_system_turn(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return turns whose first system messages are one: many templates take no second."""
-    while len(turns) > 1 and turns[0]["role"] == turns[1]["role"] == "system":
-        first = {"role": "system", "content": f"{turns[0]['content']}\n\n{turns[1]['content']}"}
-        turns = [first, *turns[2:]]
-    return turns
+    first = list(takewhile(lambda turn: turn["role"] == "system", turns))
+    if len(first) < 2:
+        return turns
+    said = "\n\n".join(turn["content"] for turn in first)
+    return [{"role": "system", "content": said}, *turns[len(first) :]]
