@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -41,7 +42,8 @@ class Curve:
     """What a run has seen. Growth is that of a line through the second half: the first half warms up."""
 
     samples: Sequence[Held]
-    failed: int
+    failed: Counter[str]
+    """Requests without an answer, by reason; those that were refused for load, too."""
 
     def growth(self) -> dict[str, tuple[float, float]]:
         """Return MiB and descriptors that each process has gained over the second half, by name."""
@@ -58,7 +60,9 @@ class Curve:
     def flat(self) -> bool:
         """Whether no process has grown, and no request failed."""
         grown = self.growth().values()
-        return not self.failed and all(mib <= FLAT_MIB and fds <= FLAT_DESCRIPTORS for mib, fds in grown)
+        return not self.failed and all(
+            mib <= FLAT_MIB and fds <= FLAT_DESCRIPTORS for mib, fds in grown
+        )
 
     def as_text(self) -> str:
         """Return the curve as a table: MiB and descriptors of each process over time."""
@@ -74,7 +78,8 @@ class Curve:
         ]
         rows.append(("gained", "", *(f"{mib:+.2f} / {fds:+.1f}" for mib, fds in grown.values())))
         verdict = "flat" if self.flat else "NOT flat"
-        told = f"{last.requests} requests in {last.at_s:.0f} s, {self.failed} failed: {verdict}"
+        why = "".join(f", {count} {reason}" for reason, count in self.failed.most_common())
+        told = f"{last.requests} requests in {last.at_s:.0f} s, {self.failed.total()} failed{why}: {verdict}"
         return f"{table(('seconds', 'requests', *grown), rows)}\n\nMiB / descriptors. {told}"
 
     def write(self, folder: Path) -> None:
@@ -94,7 +99,8 @@ class Curve:
 def churn(sizes: Sizes, seconds: float, requests: int, streams: int) -> Curve:
     """Send short requests until either bound is reached; StackError: the stack cannot start."""
     args = (*sizes.worker_args, *_SPEED)
-    quiet = Sizes(workers=sizes.workers, schedulers=sizes.schedulers, gateways=0, worker_args=args)
+    # No worker is lost that only waits for its turn on a busy machine.
+    quiet = replace(sizes, runner="sim", gateways=0, watchdog_s=_READY_S, worker_args=args)
     with running(quiet) as (stack, _):
         return asyncio.run(_run(stack, seconds, requests, streams))
 
@@ -102,20 +108,21 @@ def churn(sizes: Sizes, seconds: float, requests: int, streams: int) -> Curve:
 async def _run(stack: ChaosStack, seconds: float, requests: int, streams: int) -> Curve:
     await stack.settled(_READY_S)
     samples: list[Held] = []
-    done, failed, began = itertools.count(), 0, time.monotonic()
+    done, failed, began = itertools.count(), Counter[str](), time.monotonic()
     count = 0
 
     async def stream(client: AsyncClient) -> None:
-        nonlocal count, failed
+        nonlocal count
         while time.monotonic() < began + seconds and (number := next(done)) < requests:
             prompt = [3 + (number // 200 + place) % 200 for place in range(8)]
             try:
                 answer = await client.generate(
                     [3 + number % 200, *prompt], max_tokens=1 + number % 2, skip_text=True
                 )
-                failed += not answer.token_ids
-            except Exception:  # noqa: BLE001 # it is counted, whatever it is
-                failed += 1
+                if not answer.token_ids:
+                    failed["nothing"] += 1
+            except Exception as error:  # noqa: BLE001 # it is counted, whatever it is
+                failed[getattr(error, "reason", type(error).__name__)] += 1
             count += 1
 
     async def watch() -> None:

@@ -67,7 +67,7 @@ def test_end_of_the_log_is_shown_of_a_process_that_does_not_come_up() -> None:
 
     assert process.starts == 2 * SHOWN_EVERY
     shown = [line for line in said if "the last words" in line]
-    assert [line.split(",")[0] for line in shown] == [
+    assert [line.partition(";")[0] for line in shown] == [
         "worker-0 died 5 times in a row",
         "worker-0 died 10 times in a row",
     ]

@@ -79,5 +79,5 @@ def churn_mib() -> Measurement:
     """most that any process has gained in the second half of a million short requests on simulated workers"""
     curve = churn(Sizes(), seconds=3500.0, requests=1_000_000, streams=200)
     grown = {name: {"mib": mib, "descriptors": fds} for name, (mib, fds) in curve.growth().items()}
-    details = {"requests": curve.samples[-1].requests, "failed": curve.failed, **grown}
+    details = {"requests": curve.samples[-1].requests, "failed": curve.failed.total(), **grown}
     return Measurement(max(one["mib"] for one in grown.values()) if curve.flat else math.inf, details)
