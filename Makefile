@@ -14,7 +14,7 @@ MACHINES := tests/sim/test_state_machine.py tests/unit/worker/engine/test_engine
 RELEASED := protos/released/0.1.0.binpb
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm clients node demo test test-slow test-all explore fuzz lint format proto scorecard chaos compose-test locks clean
+.PHONY: help setup vllm clients lm-eval schemathesis node demo test test-slow test-all explore fuzz lint format proto scorecard chaos compose-test locks clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,12 @@ vllm: .venv/.installed ## add vLLM's CPU build to .venv, for --runner vllm and i
 clients: ## make build/clients with public clients of the OpenAI API, to try the gateway with
 	@PYTHON=$(PYTHON) scripts/install_clients.sh
 
+lm-eval: ## make build/lm-eval with lm-eval, for tests/e2e/test_lm_eval.py
+	@PYTHON=$(PYTHON) scripts/install_lm_eval.sh
+
+schemathesis: .venv/.installed clients ## send requests drawn from the OpenAPI document to a gateway, and count its faults
+	@$(BIN)/python -m octavo_lab.scorecard --only gateway.schemathesis_5xx --long
+
 node: build/node/.installed ## make build/node with what the examples in Node need, for their tests
 
 build/node/.installed: examples/node/package.json
@@ -65,8 +71,8 @@ test-all: test test-slow ## run all tests, as CI does
 explore: .venv/.installed ## look for faults with examples that were never tried (RUNS=10)
 	@for run in $$(seq $(or $(RUNS),10)); do OCTAVO_EXPLORE=1 $(BIN)/python -m pytest -q $(MACHINES) || exit 1; done
 
-fuzz: .venv/.installed ## feed harmed messages and files to everything that reads (MINUTES=10, ONLY='gguf', SEED=1)
-	@$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only '$(ONLY)') $(if $(SEED),--seed $(SEED))
+fuzz: .venv/.installed ## feed harmed messages and files to everything that reads (MINUTES=10 or MESSAGES=100000 each, ONLY='gguf', SEED=1)
+	@$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(if $(MESSAGES),--messages $(MESSAGES)) $(if $(ONLY),--only '$(ONLY)') $(if $(SEED),--seed $(SEED))
 
 lint: .venv/.installed ## check style, types, contract and generated code
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +35,8 @@ LEFT_OUT: Final = ("proc/*", "sys/*", "dev/*", "var/cache/*", "var/lib/apt/lists
 NOT_RUN: Final = ("usr/share/doc/*", "usr/share/man/*", "usr/share/locale/*", "usr/share/python-wheels/*")
 """Of the base that images are made of, as Debian's own slim images leave it out."""
 STEADY_S: Final = 8.0
+PATIENCE_S: Final = 300.0
+"""A machine may be slow: how long a thing takes is told, not judged."""
 
 
 def say(text: str) -> None:
@@ -47,22 +49,21 @@ _BEGAN: Final = time.monotonic()
 
 def run(*command: str, check: bool = True, **options: Any) -> str:
     """Run a command and return what it prints."""
-    done = subprocess.run(command, text=True, capture_output=True, check=False, cwd=ROOT, **options)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    done = subprocess.run(command, text=True, check=False, cwd=ROOT, **options)
     if check and done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{(done.stderr or '')[-4000:]}")
     return done.stdout.strip()
 
 
-def wait(what: str, seconds: float, holds: Any) -> float:
-    """Return how long it took until `holds()`; ends the program when it takes too long."""
+def wait(what: str, holds: Callable[[], bool]) -> None:
+    """Wait until `holds()`, and tell how long that took; ends the program when it takes too long."""
     began = time.monotonic()
     while not holds():
-        if time.monotonic() - began > seconds:
-            raise SystemExit(f"{what}: not within {seconds:g} s")
+        if time.monotonic() - began > PATIENCE_S:
+            raise SystemExit(f"{what}: not within {PATIENCE_S:g} s")
         time.sleep(0.2)
-    took = time.monotonic() - began
-    say(f"{what}: {took:.1f} s")
-    return took
+    say(f"{what}: {time.monotonic() - began:.1f} s")
 
 
 class Docker:
@@ -122,7 +123,7 @@ def engine() -> Iterator[Docker]:
         with (Path(folder) / "log").open("w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
-            wait("the engine answers", 60, docker.answers)
+            wait("the engine answers", docker.answers)
             yield docker
         finally:
             process.terminate()
@@ -209,7 +210,8 @@ def make_secrets(folder: Path) -> str:
     (folder / "gateway-api-key").write_text(run(*add, "--tenant", "gateway", "--role", "forward", file))
     roles = ("--role", "operator", "--role", "inference")
     key = run(*add, "--tenant", "ops", *roles, file)
-    for path in folder.iterdir():
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o700 if path.is_dir() else 0o600)
         os.chown(path, 10001, 10001)
     return key
 
@@ -272,7 +274,7 @@ class Stack:
         pid = int(self._docker("inspect", "-f", "{{.State.Pid}}", container))
         os.kill(pid, signal.SIGKILL)
         restarts = ("inspect", "-f", "{{.RestartCount}} {{.State.Running}}", container)
-        wait("started anew by the engine", 30, lambda: self._docker(*restarts) == "1 true")
+        wait("started anew by the engine", lambda: self._docker(*restarts) == "1 true")
 
 
 @contextlib.contextmanager
@@ -285,15 +287,21 @@ def traffic(docker: Docker, stack: Stack, profile: str) -> Iterator[Any]:
     options = [network, script, *stack.client, *stack.files]
     command = ["run", "-d", *options, "--entrypoint=python", "octavo/gateway", "/traffic.py", *asked]
     container = docker(*command)
+
+    def told() -> list[str]:
+        return docker("logs", container, stderr=subprocess.STDOUT).splitlines()
+
+    def end() -> dict[str, Any]:
+        docker("stop", "-t", "150", container)
+        *problems, outcome = told()
+        print("\n".join(problems[-10:]))
+        say(f"traffic: {outcome}")
+        return dict(json.loads(outcome))
+
     try:
-
-        def end() -> dict[str, Any]:
-            docker("stop", "-t", "150", container)
-            lines = docker("logs", container).splitlines()
-            print("\n".join(lines[-10:-1]))
-            say(f"traffic: {lines[-1] if lines else 'nothing'}")
-            return dict(json.loads(lines[-1]))
-
+        time.sleep(STEADY_S)
+        if docker("inspect", "-f", "{{.State.Running}}", container) != "true":
+            raise SystemExit("\n".join(["the traffic ended by itself:", *told()[-20:]]))
         yield end
     finally:
         docker("rm", "-f", container, check=False)
@@ -307,25 +315,24 @@ def try_profile(docker: Docker, profile: str, runner: str) -> dict[str, Any]:
     try:
         stack.compose("up", "-d", "--no-build")
         everything = ("worker", "scheduler", "standby", "gateway-a", "gateway-b")
-        wait("up, and all healthy", 180, lambda: stack.is_healthy(*everything))
+        wait("up, and all healthy", lambda: stack.is_healthy(*everything))
         with traffic(docker, stack, profile) as outcome:
-            time.sleep(STEADY_S)
             stack.scale(3)
-            wait("3 workers serve", 60, lambda: stack.num_ready() == 3)
+            wait("3 workers serve", lambda: stack.num_ready() == 3)
             time.sleep(STEADY_S)
             say("killing a worker")
             stack.kill(stack.containers("worker")[0])
-            wait("3 workers serve again", 60, lambda: stack.num_ready() == 3)
+            wait("3 workers serve again", lambda: stack.num_ready() == 3)
             say("killing the scheduler")
             stack.kill(stack.containers("scheduler")[0])
-            wait("the scheduler has its workers back", 60, lambda: stack.num_ready() == 3)
+            wait("the scheduler has its workers back", lambda: stack.num_ready() == 3)
             time.sleep(STEADY_S)
             say("restarting a gateway")
             docker("restart", "-t", "40", stack.containers("gateway-a")[0])
-            wait("the gateway is healthy", 60, lambda: stack.is_healthy("gateway-a"))
+            wait("the gateway is healthy", lambda: stack.is_healthy("gateway-a"))
             say("scaling to 1 worker")
             stack.scale(1)
-            wait("1 worker serves", 60, lambda: stack.num_ready() == 1)
+            wait("1 worker serves", lambda: stack.num_ready() == 1)
             time.sleep(STEADY_S)
             told: dict[str, Any] = outcome()
         for service in everything:
@@ -334,7 +341,7 @@ def try_profile(docker: Docker, profile: str, runner: str) -> dict[str, Any]:
             if set(codes) != {"0"}:
                 raise SystemExit(f"{service} ended with {codes}")
     except BaseException:
-        print(stack.compose("logs", "--tail", "40", check=False)[-8000:])
+        print(stack.compose("logs", "--no-color", "--tail", "40", check=False)[-8000:])
         raise
     finally:
         stack.compose("down", "-v", "-t", "5", check=False)

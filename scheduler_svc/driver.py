@@ -21,6 +21,8 @@ from scheduler_svc.core.effects import (
     ChargeTenant,
     DetachWorker,
     Effect,
+    EmitEmbedding,
+    EmitPromptLogprobs,
     EmitTokens,
     FinishChoice,
     LogEvent,
@@ -62,6 +64,13 @@ class WorkerConnection(Protocol):
 
 
 Command = Callable[[float], list[Effect]]
+_TOLD: Final[dict[type[Effect], Callable[[RequestState, Any], None]]] = {
+    RequestAccepted: RequestState.on_accepted,
+    EmitPromptLogprobs: RequestState.on_prompt_logprobs,
+    EmitEmbedding: RequestState.on_embedding,
+    FinishChoice: RequestState.on_finish,
+}
+"""What a request is told."""
 
 
 class CoreDriver:
@@ -243,10 +252,8 @@ class CoreDriver:
                     self._charge(effect)
                 case SendPlan() | SendCancel() | DetachWorker():
                     self._instruct(effect)
-                case RequestAccepted():
-                    self._tell(effect.request_id, RequestState.on_accepted, effect)
-                case FinishChoice():
-                    self._tell(effect.request_id, RequestState.on_finish, effect)
+                case RequestAccepted() | EmitPromptLogprobs() | EmitEmbedding() | FinishChoice():
+                    self._tell(effect.request_id, _TOLD[type(effect)], effect)
                 case Reject():
                     error = ServiceError.from_core(effect.error)
                     if effect.error.reason is Reason.DRAINING:

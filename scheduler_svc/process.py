@@ -189,7 +189,7 @@ class SchedulerProcess:
             settings.host,
             settings.metrics_port,
             tls=self._tls,
-            allow=self.access.may_see_metrics,
+            refusal=self.access.metrics_refusal,
         )
 
     # Rooms ---------------------------------------------------------------------------------------

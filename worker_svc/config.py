@@ -178,6 +178,11 @@ class WorkerServerSection(ServerSection):
     metrics_port: Annotated[Port | None, NONE] = Field(
         9465, description="Prometheus metrics on the same host; 0 is any free one, `none` is off"
     )
+    key_file: Path | None = Field(
+        None,
+        description="key file of the schedulers: metrics want a key with the role metrics or operator; "
+        "followed while it changes",
+    )
     worker_secret_file: Path | None = Field(
         None,
         description="file of secrets, one a line: callers present one of them; followed while it changes",
@@ -191,6 +196,10 @@ class WorkerServerSection(ServerSection):
         1.0,
         description="after the start, and after the stream of a scheduler was lost, those of a higher "
         "rank are kept waiting for so many seconds",
+    )
+    scheduler_silence_s: Seconds = Field(
+        2.0,
+        description="a scheduler that stands still for so long loses the worker to one that stands by",
     )
 
     @model_validator(mode="after")

@@ -41,6 +41,15 @@ class NotFinite(StepFailed):
     reason = "INVALID_VALUE"
 
 
+class NothingAllowed(StepFailed):
+    """Sequences, which are named, may sample no token: what is allowed is banned by something else."""
+
+    reason = "NOTHING_ALLOWED"
+
+    def __init__(self, handles: tuple[int, ...]) -> None:
+        super().__init__("every token that is allowed is banned", handles)
+
+
 class StepOutOfMemory(RunnerError):
     """The device ran out of memory during the step."""
 

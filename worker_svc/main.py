@@ -9,17 +9,19 @@ import socket
 import sys
 import uuid
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import structlog
 from octavo.service import descriptors, event_loop, logs
 from octavo.service.address import AddressTaken
 from octavo.service.loop_lag import LoopLag
-from octavo.service.metrics_port import MetricsPort
+from octavo.service.metrics_port import MetricsPort, Refusal
 from octavo.service.security import read_secret, server_tls
+from octavo.service.settings import SettingsError
 
 from worker_svc.api.convert import describe
-from worker_svc.api.door import Door
+from worker_svc.api.door import Door, MetricsDoor
 from worker_svc.api.reservation import Reservation
 from worker_svc.api.server import Business, WorkerServer, WorkerService
 from worker_svc.api.session import Sessions, Terms
@@ -93,7 +95,11 @@ class WorkerProcess:
         metrics_server = None
         if settings.server.metrics_port is not None:
             metrics_server = MetricsPort(
-                self._metrics.registry, settings.server.host, settings.server.metrics_port, tls=tls
+                self._metrics.registry,
+                settings.server.host,
+                settings.server.metrics_port,
+                tls=tls,
+                refusal=_metrics_refusal(settings.server.key_file),
             )
         lag = LoopLag(self._metrics.registry)
         lag.start()
@@ -148,7 +154,10 @@ class WorkerProcess:
         loaded = engine_loop.ready.result()
         terms = self._terms(worker_id, loaded)
         reservation = Reservation(self._settings.server.preferred_grace_s)
-        sessions = Sessions(terms, engine_loop, self._metrics, loaded.faults, reservation)
+        silence_s = self._settings.server.scheduler_silence_s
+        sessions = Sessions(
+            terms, engine_loop, self._metrics, loaded.faults, reservation, scheduler_silence_s=silence_s
+        )
         self._metrics.describe(loaded.info, terms.geometry)
         self._metrics.observe_pool(await engine_loop.call(lambda engine: engine.pool_report()))
         self._service.open(Business(describe(loaded.info, terms), sessions, loaded.faults))
@@ -219,6 +228,18 @@ def _door(settings: WorkerServerSection) -> Door:
             )
         return Door(names=settings.scheduler_names if settings.mtls else ())
     return Door(read_secret(settings.worker_secret_file))
+
+
+def _metrics_refusal(key_file: Path | None) -> Refusal | None:
+    """Return who may not see the metrics.
+
+    Raises:
+        SettingsError: the key file cannot be used.
+    """
+    try:
+        return MetricsDoor(key_file).refusal if key_file is not None else None
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"key_file cannot be used: {error}") from None
 
 
 def _name_of(host: str, port: int) -> str:

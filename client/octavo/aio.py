@@ -16,6 +16,7 @@ from octavo._sdk.channel import Endpoints, from_rpc, parse_api_key, parse_endpoi
 from octavo._sdk.core import Core
 from octavo._sdk.session import Patience, Transport
 from octavo.errors import OctavoError
+from octavo.protocol.steps import TokenLogprobs
 from octavo.service.tls import Tls
 from octavo.status import Status, UsageReport
 from octavo.types import (
@@ -24,6 +25,7 @@ from octavo.types import (
     ChatOptions,
     Delta,
     DrainResult,
+    EmbeddingResult,
     GenerateOptions,
     GenerateResult,
     Messages,
@@ -85,6 +87,11 @@ class AsyncStream:
     def accepted(self) -> Accepted | None:
         """What the service said when it took the request; None before."""
         return self._call.accepted
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """As far as they have come; whole before the first output."""
+        return tuple(self._call.prompt_logprobs)
 
     @property
     def no_worker_for(self) -> float:
@@ -211,6 +218,22 @@ class AsyncClient:
     def chat_stream(self, messages: Messages, **options: Unpack[ChatOptions]) -> AsyncStream:
         """Start the answer in a conversation and return it as it comes; raises as `generate` does."""
         return self._start(wire.chat_request(messages, options))
+
+    async def embed(
+        self, inputs: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]
+    ) -> EmbeddingResult:
+        """Return the vectors of a text, of token ids, or of a list of either.
+
+        The option `pooling` says how they are made; what says how to sample is ignored.
+
+        Raises:
+            OctavoError: one of them was refused or failed; see `octavo.errors`.
+        """
+        results = await self._core.run_all(wire.embed_requests(inputs, options))
+        return EmbeddingResult(
+            tuple(result.embedding for result in results),
+            sum(result.usage.prompt_tokens for result in results),
+        )
 
     async def batch(
         self, prompts: Iterable[Prompt | BatchItem], **options: Unpack[GenerateOptions]

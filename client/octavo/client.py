@@ -15,6 +15,7 @@ from octavo._sdk.loop_thread import LoopThread
 from octavo._sdk.session import Transport
 from octavo.aio import AsyncClient
 from octavo.errors import OctavoError
+from octavo.protocol.steps import TokenLogprobs
 from octavo.service.tls import Tls
 from octavo.status import Status, UsageReport
 from octavo.types import (
@@ -23,6 +24,7 @@ from octavo.types import (
     ChatOptions,
     Delta,
     DrainResult,
+    EmbeddingResult,
     GenerateOptions,
     GenerateResult,
     Messages,
@@ -62,6 +64,11 @@ class Stream:
     def accepted(self) -> Accepted | None:
         """What the service said when it took the request; None before."""
         return self._call.accepted
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """As far as they have come; whole before the first output."""
+        return tuple(self._call.prompt_logprobs)
 
     @property
     def no_worker_for(self) -> float:
@@ -161,6 +168,10 @@ class Client:
     def chat_stream(self, messages: Messages, **options: Unpack[ChatOptions]) -> Stream:
         """Start the answer in a conversation and return it as it comes; raises as `generate` does."""
         return self._start(wire.chat_request(messages, options))
+
+    def embed(self, inputs: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> EmbeddingResult:
+        """Return the vectors of a text, of token ids, or of a list of either; see `AsyncClient.embed`."""
+        return self._thread.run(self._aio.embed(inputs, **options))
 
     def batch(
         self, prompts: Iterable[Prompt | BatchItem], **options: Unpack[GenerateOptions]

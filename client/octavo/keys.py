@@ -87,6 +87,10 @@ class Key:
     tenant: Tenant
     roles: frozenset[Role]
 
+    def has(self, role: Role) -> bool:
+        """Return whether it allows what a role does: who may change things may look at them."""
+        return role in self.roles or (role is Role.METRICS and Role.OPERATOR in self.roles)
+
 
 class KeyFile:
     """The keys and tenants of a file."""

@@ -19,7 +19,13 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 16384
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_BYTES = 256
+MAX_BAD_SEQUENCES = 256
+MAX_BAD_SEQUENCE_TOKENS = 256
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_SEED = 2**64 - 1
 _MAX_INT = 2**31 - 1
 _BIAS_BYTES = 11
@@ -102,6 +108,12 @@ class SamplingParams:
     n: int | None = None
     logprobs: int | None = None
     structured: StructuredOutput | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    include_stop_str_in_output: bool | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
 
     def violations(self) -> list[tuple[str, str]]:
         """Return (field, what is wrong) for each field out of range."""
@@ -118,26 +130,41 @@ class SamplingParams:
             found.append(
                 ("min_tokens", f"must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens}")
             )
-        if len(self.stop) > MAX_STOP_STRINGS:
-            found.append(("stop", f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}"))
-        for text in self.stop[:MAX_STOP_STRINGS]:
-            if not text:
-                found.append(("stop", "a stop string must not be empty"))
-            elif len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
-                found.append(("stop", f"a stop string is at most {MAX_STOP_BYTES} bytes long"))
-        for name, most in (("logit_bias", MAX_LOGIT_BIASES), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
-            if (count := len(getattr(self, name))) > most:
-                found.append((name, f"at most {most} entries, got {count}"))
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            found.append(("max_tokens", "must be at least 1, unless prompt_logprobs is set, got 0"))
         for token_id, bias in islice(self.logit_bias.items(), MAX_LOGIT_BIASES):
             if not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
                 found.append(("logit_bias", f"must be in [-100, 100], got {bias} for token {token_id}"))
+        return found + self._list_violations()
+
+    def _list_violations(self) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+        for name, most in _MOST_ENTRIES.items():
+            if (count := len(getattr(self, name))) > most:
+                found.append((name, f"at most {most} entries, got {count}"))
+        for name, most in (("stop", MAX_STOP_BYTES), ("bad_words", MAX_BAD_WORD_BYTES)):
+            for text in getattr(self, name)[: _MOST_ENTRIES[name]]:
+                if not text.strip() if name == "bad_words" else not text:
+                    found.append((name, "an entry must not be empty"))
+                elif len(text.encode("utf-8", "surrogatepass")) > most:
+                    found.append((name, f"an entry is at most {most} bytes long"))
+        for sequence in self.bad_words_token_ids[:MAX_BAD_SEQUENCES]:
+            if not 1 <= len(sequence) <= MAX_BAD_SEQUENCE_TOKENS:
+                problem = f"an entry has 1 to {MAX_BAD_SEQUENCE_TOKENS} tokens, got {len(sequence)}"
+                found.append(("bad_words_token_ids", problem))
         return found
 
     @property
     def size_bytes(self) -> int:
         """About what lists, maps and texts of it take in a message."""
         texts = sum(map(len, self.stop)) + (self.structured.size_bytes if self.structured is not None else 0)
-        return _BIAS_BYTES * len(self.logit_bias) + _TOKEN_BYTES * len(self.stop_token_ids) + texts
+        lists = (
+            self.stop_token_ids,
+            self.allowed_token_ids,
+            self.logprob_token_ids,
+            *self.bad_words_token_ids,
+        )
+        return _BIAS_BYTES * len(self.logit_bias) + _TOKEN_BYTES * sum(map(len, lists)) + texts
 
     def completed_by(self, defaults: SamplingParams) -> SamplingParams:
         """Return these parameters with the defaults for those numbers and flags that are None."""
@@ -176,14 +203,25 @@ SCALARS: Final[Mapping[str, Scalar]] = {
     "frequency_penalty": Scalar(float, -2, 2, neutral=0.0, flag_help="subtract from them for each time"),
     "seed": Scalar(int, high=MAX_SEED, flag_help="random stream; the same seed gives the same output"),
     "min_tokens": Scalar(int, high=_MAX_INT, neutral=0, flag_help="no stop before this many output tokens"),
-    "max_tokens": Scalar(int, 1, _MAX_INT, flag_help="output tokens at most"),
+    "max_tokens": Scalar(int, 0, _MAX_INT, flag_help="output tokens at most"),
     "ignore_eos": Scalar(bool, neutral=False),
     "n": Scalar(int, 1, MAX_N, neutral=1),
     "logprobs": Scalar(int, high=MAX_LOGPROBS),
+    "include_stop_str_in_output": Scalar(bool, neutral=False),
+    "prompt_logprobs": Scalar(int, high=MAX_LOGPROBS),
 }
 """The parameters that are one number or one flag."""
 OF_MODEL: Final = tuple(name for name, scalar in SCALARS.items() if scalar.of_model)
 """Those for which a model may come with a default."""
+_MOST_ENTRIES: Final = {
+    "stop": MAX_STOP_STRINGS,
+    "logit_bias": MAX_LOGIT_BIASES,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
+    "bad_words_token_ids": MAX_BAD_SEQUENCES,
+    "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
+}
 _RANGES: Final = {name: scalar.range for name, scalar in SCALARS.items()}
 NEUTRAL: Final = SamplingParams(**{name: scalar.neutral for name, scalar in SCALARS.items()})  # type: ignore[arg-type]  # by the table
 """What a request gets that neither says nor finds among the model's defaults."""
@@ -209,3 +247,9 @@ class SamplingOptions(TypedDict, total=False):
     n: int
     logprobs: int
     structured: StructuredOutput
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    bad_words_token_ids: Sequence[Sequence[int]]
+    include_stop_str_in_output: bool
+    logprob_token_ids: Sequence[int]
+    prompt_logprobs: int

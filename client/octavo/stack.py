@@ -24,6 +24,7 @@ from typing import Any, Final, Self
 
 from octavo.client import Client
 from octavo.errors import OctavoError, UnavailableError
+from octavo.service.address import local_host
 from octavo.service.private import FOLDER_MODE, private, write_private
 from octavo.service.tls import Tls
 
@@ -33,6 +34,7 @@ Progress = Callable[[str, float], None]
 _POLL_S: Final = 0.05
 _RESTART_GRACE_S: Final = 5.0
 _SECRET_FILE: Final = "OCTAVO_WORKER_SECRET_FILE"  # noqa: S105 - a variable
+_PARTS: Final = ("scheduler", "worker", "gateway")
 _FIRST_METRICS_PORT: Final = 9464
 _DRAIN_GRACE_S: Final = 30.0
 _DRAIN_MARGIN_S: Final = 10.0
@@ -74,6 +76,8 @@ class StackConfig:
     gateway_args: Sequence[str] = ()
     insecure: bool = False
     """Whether `host` may be one that others reach in plaintext."""
+    certs: Path | None = None
+    """Folder of `octavo certs`: every port and every hop has mutual TLS with its certificates."""
     metrics: bool = False
     """Whether schedulers and workers serve metrics: on their usual ports where these are free."""
     folder: Path | None = None
@@ -241,15 +245,12 @@ class Stack:
     def metrics_addresses(self) -> dict[str, str]:
         """Where metrics are served, by name of the process; empty without `StackConfig.metrics`."""
         names = ("scheduler", *(worker.name for worker in self.workers), "standby")
-        return {
-            name: f"{self.config.host}:{port}" for name, port in zip(names, self._metrics_ports, strict=False)
-        }
+        return {name: self._address(port) for name, port in zip(names, self._metrics_ports, strict=False)}
 
     def _worker(self, index: int, port: int) -> Child:
-        address = f"{self.config.host}:{port}"
         model = self.models[index // self.config.num_workers]
-        arguments = ["worker", "--listen", address, "--model", model, *self._metrics_flag(1 + index)]
-        return self._child(f"worker-{index}", address, [*arguments, *self.config.worker_args])
+        arguments = ["worker", *self._listen(port), "--model", model, *self._metrics_flag(1 + index)]
+        return self._child(f"worker-{index}", self._address(port), [*arguments, *self.config.worker_args])
 
     def _scheduler(self, port: int) -> Child:
         return self._scheduler_child("scheduler", port, self._metrics_flag(0))
@@ -259,15 +260,20 @@ class Stack:
         return self._scheduler_child("standby", port, flags)
 
     def _scheduler_child(self, name: str, port: int, flags: Sequence[str]) -> Child:
-        address = f"{self.config.host}:{port}"
         workers = ",".join(worker.address for worker in self.workers)
-        arguments = ["scheduler", "--listen", address, "--workers", workers, *flags]
-        return self._child(name, address, [*arguments, *self.config.scheduler_args])
+        arguments = ["scheduler", *self._listen(port), "--workers", workers, *flags]
+        return self._child(name, self._address(port), [*arguments, *self.config.scheduler_args])
 
     def _gateway(self, port: int) -> Child:
-        address = f"{self.config.host}:{port}"
-        arguments = ["gateway", "--listen", address, "--endpoint", self.endpoints]
-        return self._child("gateway", address, [*arguments, *self.config.gateway_args])
+        arguments = ["gateway", *self._listen(port), "--endpoint", self.endpoints]
+        return self._child("gateway", self._address(port), [*arguments, *self.config.gateway_args])
+
+    def _listen(self, port: int) -> tuple[str, str]:
+        return "--listen", f"{self.config.host}:{port}"
+
+    def _address(self, port: int) -> str:
+        """Return where the stack itself reaches a port: no certificate is for 0.0.0.0."""
+        return f"{local_host(self.config.host)}:{port}"
 
     def _metrics_flag(self, index: int) -> tuple[str, str]:
         ports = self._metrics_ports
@@ -278,7 +284,11 @@ class Stack:
 
     def _secure(self) -> dict[str, str]:
         """Return the environment of the children, with a secret that its schedulers and workers share."""
-        env = dict(self.config.env)
+        env = (
+            {**certificates(self.config.certs), **self.config.env}
+            if self.config.certs
+            else dict(self.config.env)
+        )
         if self.config.insecure:
             env["OCTAVO_INSECURE"] = "yes"
         if not (env.get(_SECRET_FILE) or os.environ.get(_SECRET_FILE)):
@@ -409,6 +419,22 @@ class Stack:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def certificates(folder: Path) -> dict[str, str]:
+    """Return the variables by which all services and their clients use what `octavo certs` put into a folder.
+
+    Raises:
+        OSError: there is no such certificate.
+    """
+    env = {"OCTAVO_MTLS": "yes", "OCTAVO_TLS_CA": str(folder / "ca.pem")}
+    for name, part in (("", "client"), *((f"{part.upper()}_", part) for part in _PARTS)):
+        env[f"OCTAVO_{name}TLS_CERT"] = str(folder / f"{part}.pem")
+        env[f"OCTAVO_{name}TLS_KEY"] = str(folder / f"{part}-key.pem")
+    for variable, file in env.items():
+        if variable != "OCTAVO_MTLS":
+            Path(file).open("rb").close()
+    return env
 
 
 def listens(address: str) -> bool:

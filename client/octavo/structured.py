@@ -3,57 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 from octavo.sampling import StructuredOutput
 
 MAX_DEPTH: Final = 100
 """Of JSON inside JSON, in a schema."""
-_SHOWN: Final = 100
-"""Characters of what a client wrote, in an error."""
-_FORMATS: Final = frozenset(
-    [
-        "email",
-        "date",
-        "time",
-        "date-time",
-        "duration",
-        "ipv4",
-        "ipv6",
-        "hostname",
-        "uuid",
-        "uri",
-        "uri-reference",
-        "uri-template",
-        "json-pointer",
-        "relative-json-pointer",
-    ]
-)
-_NOT_HELD_TO: Final = frozenset(
-    [
-        "not",
-        "if",
-        "then",
-        "else",
-        "oneOf",
-        "dependentRequired",
-        "dependentSchemas",
-        "dependencies",
-        "multipleOf",
-        "uniqueItems",
-        "contains",
-        "minContains",
-        "maxContains",
-        "contentEncoding",
-        "contentMediaType",
-        "contentSchema",
-    ]
-)
-"""Keywords that what compiles schemas passes over, or takes as something weaker."""
-_OF_NAMES: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""Keywords whose value has schemas under names of the writer's own."""
-_OF_VALUES: Final = frozenset({"enum", "const", "default", "examples"})
 
 
 def of_response_format(wanted: Any) -> StructuredOutput | None:
@@ -90,16 +46,14 @@ def problem_of(structured: StructuredOutput) -> tuple[str, str] | None:
     for name in ("json_schema", "structural_tag"):
         if (text := getattr(structured, name)) is not None:
             try:
-                found = _parse(text)
-                if name == "json_schema" and structured.strict:
-                    _check_strict(found)
+                _check(text)
             except ValueError as error:
                 return name, str(error)
     return None
 
 
-def _parse(text: str) -> Any:
-    """Return the object that a text of JSON has; raises ValueError with what is wrong."""
+def _check(text: str) -> None:
+    """Raise ValueError with what is wrong with the JSON of a text, if anything."""
     try:
         found = json.loads(text)
     except RecursionError:
@@ -113,7 +67,7 @@ def _parse(text: str) -> Any:
         parts = [part for one in level for part in _parts(one)]
         level = [part for part in parts if isinstance(part, dict | list)]
         if not level:
-            return found
+            return
     raise ValueError(f"is nested more than {MAX_DEPTH} deep")
 
 
@@ -121,64 +75,3 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
-
-
-def _check_strict(schema: Any) -> None:
-    """Raise ValueError for the first keyword in a schema that output cannot be held to."""
-    for place, one in _schemas(schema, None):
-        problem = _not_held_to(one)
-        if problem is not None:
-            raise ValueError(f"{_say(place)}: {problem}")
-
-
-def _not_held_to(schema: Mapping[str, Any]) -> str | None:
-    """Return what output cannot be held to in a schema, those inside it aside."""
-    keyword = next((one for one in schema if one in _NOT_HELD_TO), None)
-    if keyword is not None:
-        return f"{keyword} cannot be held to, and strict is set"
-    # Values may be of any type: what compiles schemas says which are wrong.
-    wanted = schema.get("format")
-    if isinstance(wanted, str) and wanted not in _FORMATS:
-        return f"format {wanted[:_SHOWN]!r} cannot be held to, and strict is set"
-    text = "pattern" in schema or "format" in schema
-    if text and ("minLength" in schema or "maxLength" in schema):
-        return "a pattern or format beside a length cannot be held to"
-    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
-        return "allOf of several schemas cannot be held to, and strict is set"
-    names = schema.get("patternProperties")
-    if "propertyNames" in schema and (names or "properties" in schema):
-        return "propertyNames beside properties cannot be held to"
-    if isinstance(names, dict) and ("properties" in schema or len(names) > 1):
-        return "patternProperties beside others cannot be held to"
-    if isinstance(ref := schema.get("$ref"), str) and not ref.startswith("#"):
-        return f"$ref {ref[:_SHOWN]!r} leads out of the schema"
-    return None
-
-
-_Place = tuple["_Place | None", object] | None
-"""Where a schema is: in what, and its name there. A text for each would take longer than the check."""
-
-
-def _schemas(schema: Any, place: _Place) -> Iterator[tuple[_Place, Mapping[str, Any]]]:
-    """Yield a schema and all schemas in it, with their places."""
-    if isinstance(schema, list):
-        for number, one in enumerate(schema):
-            yield from _schemas(one, (place, number))
-    if not isinstance(schema, dict):
-        return
-    yield place, schema
-    for keyword, value in schema.items():
-        if keyword in _OF_NAMES and isinstance(value, dict):
-            for name, one in value.items():
-                yield from _schemas(one, ((place, keyword), name))
-        elif keyword not in _OF_VALUES:
-            yield from _schemas(value, (place, keyword))
-
-
-def _say(place: _Place) -> str:
-    """Return a place as a JSON pointer, or the beginning of a long one."""
-    parts: list[str] = []
-    while place is not None:
-        place, part = place
-        parts.append(str(part)[:_SHOWN])
-    return "/".join(["#", *reversed(parts)])[: 3 * _SHOWN]

@@ -13,6 +13,7 @@ Prompt = str | Sequence[int]
 """Text, or token ids."""
 
 PriorityName = Literal["interactive", "standard", "batch"]
+PoolingName = Literal["last", "mean"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,14 @@ class GenerateOptions(SamplingOptions, total=False):
     skip_text: bool
     """Token ids only: nothing is detokenized."""
     keep_special_tokens: bool
+    truncate_prompt_tokens: int
+    """Keep so many tokens at the end of the prompt; -1: as many as fit."""
+    stream_interval: int
+    """Tokens of a delta at least, but for the first and the last of a choice."""
+    order: int
+    """Within the class, lower first; in [-1000, 1000]. 0 when absent."""
+    pooling: PoolingName
+    """Return the vector of the input, and no output: the hidden state of its last token, or their mean."""
     api_key: str
     """Key of the user for whom the request is made, if that is not who owns the client."""
 
@@ -74,10 +83,17 @@ class TemplateOptions(TypedDict, total=False):
     """Variables for the chat template."""
     add_generation_prompt: bool
     """Append the header of an assistant turn; so it is when absent."""
+    continue_final_message: bool
+    """The output goes on with the last message."""
+    documents: Sequence[Mapping[str, Any]]
+    """For templates that take documents."""
 
 
 class ChatOptions(GenerateOptions, TemplateOptions, total=False):
     """Options of a chat."""
+
+    thinking_token_budget: int
+    """Most tokens of thoughts, of a model that thinks; then they are ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +201,10 @@ class GenerateResult:
     parsed: Any = None
     """The first choice, as an instance of the class that `response_format` named. None without one, and when
     the output did not come to its end, by max_tokens for instance."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token of the prompt, when asked for. The first follows nothing: its rank is 0."""
+    embedding: tuple[float, ...] = ()
+    """The vector of the prompt, when that was asked for."""
 
     @property
     def text(self) -> str:
@@ -217,6 +237,16 @@ class GenerateResult:
             trimmed_tokens=first.trimmed_tokens,
             clamped_max_tokens=first.clamped_max_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingResult:
+    """Vectors of some inputs, in order."""
+
+    embeddings: tuple[tuple[float, ...], ...]
+    """Each of length 1."""
+    prompt_tokens: int
+    """Of all inputs."""
 
 
 @dataclass(frozen=True, slots=True)

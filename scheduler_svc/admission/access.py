@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Final
 from urllib.parse import unquote
@@ -73,15 +74,16 @@ class Access:
         role = None if service in _ANY_KEY else Role.METRICS if method in _FIGURES else Role.OPERATOR
         return self._find(self.key_file, bearer_key(metadata), role).tenant.name
 
-    def may_see_metrics(self, key: str | None) -> bool:
-        """Return whether somebody with this key may see the metrics of the scheduler."""
+    def metrics_refusal(self, key: str | None) -> HTTPStatus | None:
+        """Return why somebody with this key may not see the metrics of the scheduler, None when they may."""
         if self.key_file is None:
-            return True
+            return None
         try:
             self._find(self.key_file, key, Role.METRICS)
-        except ServiceError:
-            return False
-        return True
+        except ServiceError as refused:
+            role_is_missing = refused.reason == "ROLE_REQUIRED"
+            return HTTPStatus.FORBIDDEN if role_is_missing else HTTPStatus.UNAUTHORIZED
+        return None
 
     def id_of(self, key: str | None) -> str | None:
         """Return what names a key in logs, None for none, or one that is not known."""
@@ -119,9 +121,7 @@ class Access:
         found = self._look_up(key_file, key)
         if found is None:
             raise self._refuse("BAD_API_KEY", "the API key is not known here")
-        # Who may change things may look at them.
-        enough = {role, Role.OPERATOR} if role is Role.METRICS else {role}
-        if role is not None and not enough & found.roles:
+        if role is not None and not found.has(role):
             problem = f"the key {found.id} does not have the role {role}"
             raise self._refuse("ROLE_REQUIRED", problem, {"key": found.id, "role": str(role)})
         return found

@@ -12,7 +12,7 @@ import hmac
 import itertools
 import secrets
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -47,7 +47,17 @@ from scheduler_svc.requests.messages import (
 from scheduler_svc.requests.outbox import ClientStream
 from scheduler_svc.requests.state import PreparedRequest, RequestState
 from scheduler_svc.requests.tenants import TenantState, TextLease
-from scheduler_svc.text.tokenization import EncodeChat, Encoded, EncodeJob, EncodeText, KeySpec, TakeTokens
+from scheduler_svc.text.thoughts import problem_of_budget, with_thoughts
+from scheduler_svc.text.tokenization import (
+    NO_EXTRA,
+    EncodeChat,
+    Encoded,
+    EncodeJob,
+    EncodeText,
+    KeySpec,
+    PromptExtra,
+    TakeTokens,
+)
 from scheduler_svc.text.tokenizer_pool import NOBODY, Payer, TokenizerPool
 from scheduler_svc.text.trimming import TrimSpec
 
@@ -239,6 +249,10 @@ class InputProcessor:
         model, terms, tenant = target.model, call.terms, incoming.tenant.name
         if call.sampling.structured is not None and not model.constrains:
             raise ServiceError("UNSUPPORTED", f"structured output: the workers of {model.id} have none")
+        if call.thinking_token_budget is not None:
+            problem = problem_of_budget(model.reasoning_format, constrains=model.constrains)
+            if problem is not None:
+                raise ServiceError("UNSUPPORTED", f"thinking_token_budget: {problem}")
         keys = KeySpec(self.root_key(target, tenant, terms.cache_salt), model.block_size)
         limits = self._gate.limits(call, model)
         trim = limits.trim if limits is not None else None
@@ -248,8 +262,11 @@ class InputProcessor:
         encoded = await self.encode(job, size_bytes, payer)
         prompt = array("I")
         prompt.frombytes(encoded.token_ids)
-        resolved = _resolve(call, model, len(prompt), context)
+        resolved = _resolve(call, model, len(prompt), context, encoded.bad_words)
         sampling = _clamp(resolved, limits.max_tokens if limits is not None else None)
+        if isinstance(call.prompt, ChatPrompt) and not (encoded.thoughts_over or call.is_silent):
+            budget, in_reasoning = call.thinking_token_budget, encoded.in_reasoning
+            sampling = with_thoughts(sampling, budget, model.reasoning_format, in_reasoning=in_reasoning)
         prompt_keys = keys_from_proto(encoded.keys)
         wanted = call.sampling.max_tokens or resolved.max_tokens
         lowered = terms.may_trim and sampling.max_tokens != wanted
@@ -268,6 +285,9 @@ class InputProcessor:
             paced=incoming.stream.paced and terms.priority is Priority.BATCH,
             adapter=target.adapter,
             may_shed=terms.may_shed,
+            order=terms.order,
+            scored_tokens=call.scored_tokens,
+            pooling=call.pooling,
             queue_deadline=self._queue_deadline(terms, arrival),
             ttft_deadline=_after(arrival, terms.ttft_deadline_s),
             deadline=_deadline(terms, arrival, incoming.stream.rpc_deadline),
@@ -315,15 +335,19 @@ def _encode_job(
     call: GenerateCall, text_key: str, context: int, keys: KeySpec, trim: TrimSpec | None
 ) -> tuple[EncodeJob, int]:
     """Return what makes tokens of a prompt, and the size of the prompt in bytes."""
+    extra = NO_EXTRA
+    if call.truncate_to is not None or call.sampling.bad_words:
+        room = max(1, context - max(1, call.sampling.max_tokens or 0))
+        extra = PromptExtra(room if call.truncate_to == -1 else call.truncate_to, call.sampling.bad_words)
     match call.prompt:
         case TextPrompt(text):
             size_bytes = len(text) if text.isascii() else len(text.encode())
-            return EncodeText(text_key, context, text, keys=keys, trim=trim), size_bytes
+            return EncodeText(text_key, context, text, keys=keys, trim=trim, extra=extra), size_bytes
         case ChatPrompt(packed):
-            return EncodeChat(text_key, context, packed, keys, trim=trim), len(packed)
+            return EncodeChat(text_key, context, packed, keys, trim=trim, extra=extra), len(packed)
         case _:
             packed = call.prompt.packed
-            return TakeTokens(text_key, context, packed, keys, trim), len(packed)
+            return TakeTokens(text_key, context, packed, keys, trim, extra), len(packed)
 
 
 def _deadline(terms: ServiceTerms, arrival: float, rpc_deadline: float | None) -> float | None:
@@ -350,11 +374,22 @@ async def _resumed_keys(
 
 
 def _resolve(
-    call: GenerateCall, model: ServedModel, prompt_tokens: int, max_model_len: int
+    call: GenerateCall,
+    model: ServedModel,
+    prompt_tokens: int,
+    max_model_len: int,
+    bad_words: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
-    """Return sampling with everything set that has to be."""
-    sampling = model.resolve(call.sampling)
+    """Return sampling with everything set that has to be; `bad_words` are those of the call, as tokens."""
     violations: Violations = []
+    if call.is_silent:
+        sampling = _silent(call.sampling)
+    else:
+        sampling = model.resolve(call.sampling)
+        if bad_words:
+            together = (*sampling.bad_words_token_ids, *bad_words)
+            sampling = replace(sampling, bad_words=(), bad_words_token_ids=together)
+            violations += [(f"sampling.{name}", problem) for name, problem in sampling.violations()]
     left = max_model_len - prompt_tokens
     max_tokens = min(sampling.max_tokens, left) if sampling.max_tokens is not None else left
     if call.sampling.max_tokens is not None and call.sampling.max_tokens > left and not call.terms.may_trim:
@@ -363,12 +398,7 @@ def _resolve(
         violations.append(("sampling.max_tokens", problem))
     if sampling.min_tokens is not None and sampling.min_tokens > max_tokens:
         violations.append(("sampling.min_tokens", f"must be at most {max_tokens}, got {sampling.min_tokens}"))
-    for token_id in (*sampling.logit_bias, *sampling.stop_token_ids):
-        if token_id >= model.vocab_size:
-            field = "logit_bias" if token_id in sampling.logit_bias else "stop_token_ids"
-            violations.append(
-                (f"sampling.{field}", f"must name tokens below {model.vocab_size}, got {token_id}")
-            )
+    violations += _unknown_tokens(sampling, model.vocab_size)
     clamped = call.accepted_as.max_tokens if call.accepted_as is not None else None
     most = min(max_tokens, clamped) if clamped is not None else max_tokens
     for choice, resumed in call.resumed.items():
@@ -385,6 +415,33 @@ def _resolve(
         raise ServiceError.invalid(*violations)
     seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
     return replace(sampling, max_tokens=max_tokens, seed=seed)
+
+
+def _unknown_tokens(sampling: SamplingParams, vocab_size: int) -> Violations:
+    named: dict[str, Iterable[int]] = {
+        name: getattr(sampling, name)
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids")
+    }
+    named["bad_words_token_ids"] = itertools.chain.from_iterable(sampling.bad_words_token_ids)
+    # The first of a list speaks for all.
+    wrong = {name: next((one for one in ids if one >= vocab_size), None) for name, ids in named.items()}
+    return [
+        (f"sampling.{name}", f"must name tokens below {vocab_size}, got {token_id}")
+        for name, token_id in wrong.items()
+        if token_id is not None
+    ]
+
+
+def _silent(asked: SamplingParams) -> SamplingParams:
+    """Return the sampling of a request whose output nobody sees: one token, which ends it."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        n=asked.n or 1,
+        seed=asked.seed,
+        prompt_logprobs=asked.prompt_logprobs,
+    )
 
 
 def _clamp(sampling: SamplingParams, most: int | None) -> SamplingParams:

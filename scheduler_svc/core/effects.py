@@ -63,6 +63,23 @@ class EmitTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class EmitPromptLogprobs:
+    """Log probabilities of tokens of a prompt: each index once, in order."""
+
+    request_id: str
+    first_position: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmitEmbedding:
+    """The vector of a prompt."""
+
+    request_id: str
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChargeTenant:
     """What a step has computed of one choice beside the tokens that it emits.
 
@@ -126,6 +143,8 @@ Effect = (
     | DetachWorker
     | RequestAccepted
     | EmitTokens
+    | EmitPromptLogprobs
+    | EmitEmbedding
     | ChargeTenant
     | FinishChoice
     | Reject

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from octavo.protocol.steps import Geometry, PoolReport, Priority
+from octavo.protocol.steps import Geometry, Pooling, PoolReport, Priority
 from octavo.sampling import SamplingParams
 
 
@@ -40,6 +40,12 @@ class NewRequest:
     """LoRA adapter to apply; only workers that have it can run the request."""
     may_shed: bool = False
     """It may be refused before others under load."""
+    order: int = 0
+    """Within its class; lower goes first."""
+    scored_tokens: int = 0
+    """Tokens of the prompt whose log probabilities its client has."""
+    pooling: Pooling | None = None
+    """The vector of the prompt is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,7 @@ class AdmissionRequest:
     """Tokens that it generates at most; 0 before that is known."""
     may_shed: bool = False
     paced: bool = False
+    order: int = 0
     queue_deadline: float | None = None
     ttft_deadline: float | None = None
     deadline: float | None = None
@@ -79,6 +86,7 @@ class AdmissionRequest:
             max_tokens=sampling.max_tokens or 0,
             may_shed=spec.may_shed,
             paced=spec.paced,
+            order=spec.order,
             queue_deadline=spec.queue_deadline,
             ttft_deadline=spec.ttft_deadline,
             deadline=spec.deadline,

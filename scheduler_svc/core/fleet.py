@@ -6,7 +6,7 @@ import heapq
 import math
 from typing import NamedTuple
 
-from octavo.protocol.steps import StepTiming
+from octavo.protocol.steps import StepTiming, cacheable_tokens
 
 from scheduler_svc.core.blame import Losses
 from scheduler_svc.core.config import CoreConfig
@@ -173,14 +173,17 @@ class ModelPool:
             return 0
         size = worker.block_size
         held = self.prefixes.match(worker.worker_id, sequence.keys)
-        return min(held, (sequence.num_tokens - 1) // size) * size
+        return min(held, sequence.num_cacheable_tokens // size) * size
 
     def deepest_cached_tokens(self, spec: NewRequest) -> int:
         """Return how many tokens of a prompt some worker is believed to hold."""
         if not spec.prompt_keys or self.block_size is None:
             return 0
         depth, _ = self.prefixes.deepest(spec.prompt_keys)
-        return min(depth, (len(spec.prompt_token_ids) - 1) // self.block_size) * self.block_size
+        score_from = None if spec.sampling.prompt_logprobs is None else max(1, spec.scored_tokens)
+        most = cacheable_tokens(score_from, spec.pooling, len(spec.prompt_token_ids))
+        most = min(most, len(spec.prompt_token_ids) - 1)
+        return min(depth, most // self.block_size) * self.block_size
 
     def can_hold(self, worker: WorkerState, sequence: Sequence) -> bool:
         """Return whether a sequence can ever run on a worker."""

@@ -107,6 +107,8 @@ class PlanBuilder:
                 hold_after_finish=hold_after_finish,
                 priority=spec.priority,
                 adapter=spec.adapter,
+                score_from=sequence.score_from,
+                pooling=spec.pooling,
             )
         )
         self.admitted.append(sequence)

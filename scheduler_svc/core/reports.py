@@ -16,7 +16,16 @@ from octavo.protocol.steps import (
 
 from scheduler_svc.core import bisection
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.effects import ChargeTenant, Effect, EmitTokens, LogEvent, SendCancel, TokenDelta
+from scheduler_svc.core.effects import (
+    ChargeTenant,
+    Effect,
+    EmitEmbedding,
+    EmitPromptLogprobs,
+    EmitTokens,
+    LogEvent,
+    SendCancel,
+    TokenDelta,
+)
 from scheduler_svc.core.errors import CoreError, ProtocolViolationError, Reason
 from scheduler_svc.core.fleet import ModelPool
 from scheduler_svc.core.lifecycle import Lifecycle
@@ -60,6 +69,8 @@ class ReportReader:
             self._admitted(worker, pool, report, now, out)
         if report.refused:
             self._refused(worker, pool, report, now, out)
+        if report.prompt_logprobs or report.embeddings:
+            self._read_off(worker, report, out)
         if report.token_handles:
             self._tokens(worker, pool, report, now, out)
             if worker.suspects:
@@ -135,6 +146,25 @@ class ReportReader:
                 sequence.waiting.trust_hits = False
                 self._lifecycle.unstart(sequence)
                 self._lifecycle.requeue(sequence)
+
+    def _read_off(self, worker: WorkerState, report: Report, out: list[Effect]) -> None:
+        """Pass on what was read off prompts, of log probabilities what was not passed on before."""
+        for handle, (first, logprobs) in report.prompt_logprobs.items():
+            sequence = worker.sequences.get(handle)
+            if sequence is None or sequence.status is _FINISHED:
+                continue
+            request = sequence.request
+            known = request.num_scored
+            if not 1 <= first <= known or first + len(logprobs) > request.prompt_len:
+                problem = f"{len(logprobs)} scores at {first} of {request.prompt_len} after {known}"
+                raise ProtocolViolationError(f"handle {handle}: {problem}")
+            if new := logprobs[known - first :]:
+                request.num_scored = known + len(new)
+                out.append(EmitPromptLogprobs(request.request_id, known, new))
+        for handle, values in report.embeddings.items():
+            sequence = worker.sequences.get(handle)
+            if sequence is not None and sequence.status is not _FINISHED:
+                out.append(EmitEmbedding(sequence.request_id, values))
 
     def _tokens(
         self, worker: WorkerState, pool: ModelPool, report: Report, now: float, out: list[Effect]

@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from octavo.protocol.keys import chain
-from octavo.protocol.steps import Priority
+from octavo.protocol.steps import Priority, cacheable_tokens
 
 from scheduler_svc.core.errors import IllegalTransitionError
 from scheduler_svc.core.events import NewRequest
@@ -181,6 +181,19 @@ class Sequence:
         self.history.num_settled_tokens = num_tokens
         return owed
 
+    @property
+    def score_from(self) -> int | None:
+        """Index of the first token of the prompt that its worker is to score; None where it need not."""
+        request = self.request
+        scores = request.spec.sampling.prompt_logprobs is not None and request.leader is self
+        return request.num_scored if scores and request.num_scored < request.prompt_len else None
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """Leading tokens that need not be computed where they are cached; one is always computed."""
+        most = cacheable_tokens(self.score_from, self.request.spec.pooling, self.num_tokens)
+        return min(most, self.num_tokens - 1)
+
     def may_be_deferred(self, now: float) -> bool:
         """Return whether it may still be deferred to a better worker."""
         until = self.waiting.deferred_until
@@ -253,6 +266,8 @@ class Request:
     """Waiting choices that the queue's bounds count; together they count as one request."""
     queue_deadline: float | None = None
     """When it must have started; not before some worker has looked at it."""
+    num_scored: int = 1
+    """Tokens of its prompt whose log probabilities were emitted; the first one has none."""
     prediction: Prediction | None = None
     """What it was to expect when it came in."""
 
@@ -297,7 +312,7 @@ class Request:
 
         Without a block size or a root key nothing has a key. What had ended before is held until it is ended.
         """
-        request = cls(spec, now, queue_deadline=spec.queue_deadline)
+        request = cls(spec, now, queue_deadline=spec.queue_deadline, num_scored=max(1, spec.scored_tokens))
         if not spec.root_key:
             block_size = None
         choices = spec.sampling.n or 1

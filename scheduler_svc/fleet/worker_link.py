@@ -412,6 +412,7 @@ class WorkerLink:
                 case "standby":
                     standby = message.standby
                     self._context.pair.heard(Peer(standby.scheduler_id, standby.endpoint))
+                    self._send(worker_pb2.SchedulerMessage(alive=worker_pb2.Alive()))
                 case None if numbers := unknown_fields(message):
                     if not noted:
                         self._log.warning("unknown_message_ignored", worker_id=worker_id, fields=numbers)

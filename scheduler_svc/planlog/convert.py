@@ -15,6 +15,8 @@ from octavo.protocol.convert import (
     plan_to_proto,
     pool_from_proto,
     pool_to_proto,
+    pooling_from_proto,
+    pooling_to_proto,
     priority_from_proto,
     priority_to_proto,
     sampling_from_proto,
@@ -65,6 +67,9 @@ def request_to_proto(request: NewRequest) -> planlog_pb2.SubmitEvent:
         adapter=request.adapter,
         may_shed=request.may_shed,
         finished_choices=sorted(request.finished_choices),
+        order=request.order,
+        scored_tokens=request.scored_tokens,
+        pooling=pooling_to_proto(request.pooling),
     )
 
 
@@ -87,6 +92,9 @@ def request_from_proto(message: planlog_pb2.SubmitEvent) -> NewRequest:
         adapter=message.adapter if message.HasField("adapter") else None,
         may_shed=message.may_shed,
         finished_choices=frozenset(message.finished_choices),
+        order=message.order,
+        scored_tokens=message.scored_tokens,
+        pooling=pooling_from_proto(message.pooling if message.HasField("pooling") else None),
     )
 
 

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from octavo.protocol.bounds import MAX_CACHE_SALT, MAX_REQUEST_ID
-from octavo.protocol.convert import finish_reason_to_proto, logprobs_to_proto
+from octavo.protocol.bounds import MAX_CACHE_SALT, MAX_ORDER, MAX_REQUEST_ID
+from octavo.protocol.convert import finish_reason_to_proto, logprobs_to_proto, pooling_from_proto
 from octavo.protocol.convert_sampling import ProtocolError, sampling_from_proto
-from octavo.protocol.steps import Priority, TokenLogprobs
+from octavo.protocol.steps import Pooling, Priority, TokenLogprobs
 from octavo.sampling import SamplingParams
 from octavo.structured import problem_of
 from octavo.v1 import common_pb2
@@ -60,6 +60,8 @@ class ServiceTerms:
     keep_tail_tokens: int = 0
     may_shed: bool = False
     """It may be refused before others under load."""
+    order: int = 0
+    """Within the class; lower goes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,20 @@ class GenerateCall:
     return_token_ids: bool = False
     skip_text: bool = False
     keep_special_tokens: bool = False
+    thinking_token_budget: int | None = None
+    truncate_to: int | None = None
+    """Last tokens of the prompt to keep; -1: as many as fit."""
+    stream_interval: int = 1
+    """Tokens of a delta at least, but for the first and the last of a choice."""
+    scored_tokens: int = 0
+    """Tokens of the prompt whose log probabilities the client has."""
+    pooling: Pooling | None = None
+    """The vector of the prompt is wanted, and no output."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is generated: it only wants to know something of its prompt."""
+        return self.pooling is not None or self.sampling.max_tokens == 0
 
 
 # Requests
@@ -125,10 +141,48 @@ def generate_from_proto(message: pb.GenerateRequest) -> GenerateCall:
         return_token_ids=message.return_token_ids,
         skip_text=message.skip_text,
         keep_special_tokens=message.keep_special_tokens,
+        thinking_token_budget=_thinking_budget(message, violations),
+        truncate_to=_truncate_to(message, violations),
+        stream_interval=max(1, message.stream_interval),
+        scored_tokens=message.scored_tokens,
+        pooling=_pooling(message, violations),
     )
     if violations:
         raise ServiceError.invalid(*violations)
     return call
+
+
+def _truncate_to(message: pb.GenerateRequest, violations: Violations) -> int | None:
+    if not message.HasField("truncate_prompt_tokens"):
+        return None
+    kept = message.truncate_prompt_tokens
+    if kept < -1 or kept == 0:
+        violations.append(("truncate_prompt_tokens", f"must be -1 or at least 1, got {kept}"))
+    return kept
+
+
+def _pooling(message: pb.GenerateRequest, violations: Violations) -> Pooling | None:
+    if not message.HasField("embedding"):
+        return None
+    if message.sampling.HasField("prompt_logprobs"):
+        violations.append(("sampling.prompt_logprobs", "does not go with embedding"))
+    if message.sampling.n > 1:
+        violations.append(("sampling.n", "must be 1 with embedding"))
+    try:
+        return pooling_from_proto(message.embedding.pooling, "embedding.pooling")
+    except ProtocolError as error:
+        violations.append((error.field, f"unknown value {message.embedding.pooling}"))
+        return None
+
+
+def _thinking_budget(message: pb.GenerateRequest, violations: Violations) -> int | None:
+    if not message.HasField("thinking_token_budget"):
+        return None
+    if message.thinking_token_budget >= 2**31:
+        violations.append(("thinking_token_budget", f"must be below {2**31}"))
+    if message.WhichOneof("input") != "chat":
+        violations.append(("thinking_token_budget", "is for chats only"))
+    return message.thinking_token_budget
 
 
 def _prompt(message: pb.GenerateRequest, violations: Violations) -> TextPrompt | ChatPrompt | TokenPrompt:
@@ -178,6 +232,8 @@ def _terms(message: pb.ServiceTerms, violations: Violations) -> ServiceTerms:
             violations.append((f"terms.{name}", "must be positive"))
     if len(message.cache_salt) > MAX_CACHE_SALT:
         violations.append(("terms.cache_salt", f"must have at most {MAX_CACHE_SALT} characters"))
+    if abs(message.order) > MAX_ORDER:
+        violations.append(("terms.order", f"must be in [-{MAX_ORDER}, {MAX_ORDER}], got {message.order}"))
     return ServiceTerms(
         priority=priority,
         queue_timeout_s=seconds("queue_timeout_ms"),
@@ -188,6 +244,7 @@ def _terms(message: pb.ServiceTerms, violations: Violations) -> ServiceTerms:
         keep_head_tokens=message.keep_head_tokens,
         keep_tail_tokens=message.keep_tail_tokens,
         may_shed=message.may_shed,
+        order=message.order,
     )
 
 
@@ -267,12 +324,12 @@ def fill_finished(message: pb.Finished, finish: FinishChoice, usage: common_pb2.
         message.error.CopyFrom(ServiceError.from_core(finish.error).to_proto())
 
 
-def add_logprobs(
-    message: pb.Delta, logprobs: Sequence[TokenLogprobs], text_of: Callable[[int], bytes]
-) -> None:
-    """Add the log probabilities of some tokens to a delta, with the text of each token."""
+def logprobs_with_text(
+    logprobs: Sequence[TokenLogprobs], text_of: Callable[[int], bytes]
+) -> Iterator[common_pb2.TokenLogprobs]:
+    """Yield the log probabilities of some tokens, with the text of each token."""
     for entry in logprobs:
         proto = logprobs_to_proto(entry)
         proto.token_bytes = text_of(entry.token_id)
         proto.top_token_bytes.extend(map(text_of, entry.top_token_ids))
-        message.logprobs.append(proto)
+        yield proto

@@ -85,6 +85,14 @@ class Outbox(ABC):
         """Return a new event to fill in."""
 
     @abstractmethod
+    def prompt_logprobs(self, request_id: str) -> pb.PromptLogprobs:
+        """Return a new event to fill in."""
+
+    @abstractmethod
+    def embedding(self, request_id: str) -> pb.Embedding:
+        """Return a new event to fill in."""
+
+    @abstractmethod
     def end(self, request_id: str, error: common_pb2.Error | None, *, told: bool) -> None:
         """Nothing more comes for a request. `told`: a Finished event has carried the error already."""
 
@@ -137,6 +145,16 @@ class GenerateOutbox(Outbox):
         """Return a new event."""
         del request_id
         return self._add().progress
+
+    def prompt_logprobs(self, request_id: str) -> pb.PromptLogprobs:
+        """Return a new event."""
+        del request_id
+        return self._add().prompt_logprobs
+
+    def embedding(self, request_id: str) -> pb.Embedding:
+        """Return a new event."""
+        del request_id
+        return self._add().embedding
 
     def end(self, request_id: str, error: common_pb2.Error | None, *, told: bool) -> None:
         """The call is over once what waits is written."""
@@ -232,6 +250,14 @@ class SessionOutbox(Outbox):
     def progress(self, request_id: str) -> pb.Progress:
         """Return a new event."""
         return self._add(request_id).progress
+
+    def prompt_logprobs(self, request_id: str) -> pb.PromptLogprobs:
+        """Return a new event."""
+        return self._add(request_id).prompt_logprobs
+
+    def embedding(self, request_id: str) -> pb.Embedding:
+        """Return a new event."""
+        return self._add(request_id).embedding
 
     def end(self, request_id: str, error: common_pb2.Error | None, *, told: bool) -> None:
         """Tell the client, unless it knows."""

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from octavo.protocol.steps import FinishReason, TokenLogprobs
 from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 
-from scheduler_svc.core.effects import FinishChoice, RequestAccepted, TokenDelta
+from scheduler_svc.core.effects import (
+    EmitEmbedding,
+    EmitPromptLogprobs,
+    FinishChoice,
+    RequestAccepted,
+    TokenDelta,
+)
 from scheduler_svc.core.events import NewRequest
 from scheduler_svc.errors import ServiceError
 from scheduler_svc.requests.accounts import RequestAccount
@@ -22,8 +28,8 @@ from scheduler_svc.requests.messages import (
     GenerateCall,
     ResumedChoice,
     accepted_to_proto,
-    add_logprobs,
     fill_finished,
+    logprobs_with_text,
 )
 from scheduler_svc.requests.outbox import Outbox
 from scheduler_svc.text.detokenizer import PROMPT_TAIL, Detokenizer, StopMatcher, StopStrings, TextStream
@@ -32,6 +38,8 @@ from scheduler_svc.text.detokenizer import PROMPT_TAIL, Detokenizer, StopMatcher
 # past it another delta is begun.
 _MAX_DELTA_CHARS: Final = 4096
 _MAX_DELTA_TOKENS: Final = 512
+_MAX_SCORED_TOKENS: Final = 128
+"""Of a message with log probabilities of a prompt."""
 _EVENT_BYTES: Final = 64
 _LOGPROBS_BYTES: Final = 32
 
@@ -52,6 +60,16 @@ class PreparedRequest:
     """The prompt ends with the beginning of thoughts."""
 
 
+@dataclass(slots=True)
+class HeldOutput:
+    """Output of a choice that waits until there is enough of it for a delta."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_tokens: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class ChoiceState:
     """Text of one choice, as far as it has come."""
@@ -67,6 +85,7 @@ class ChoiceState:
     """It is over for a reason that the core does not know: a stop string, or it had ended before the
     request came here. What the core still says of it is not shown."""
     last_token_at: float | None = None
+    held: HeldOutput = field(default_factory=HeldOutput)
     delta: pb.Delta | None = None
     """The event that waits in the outbox, while `batch` is the outbox's."""
     batch: int = -1
@@ -144,6 +163,9 @@ class RequestState:
         self._outbox = outbox
         self._return_token_ids = call.return_token_ids
         self._skip_text = call.skip_text
+        self._stream_interval = call.stream_interval
+        self._silent = call.is_silent
+        self._missing = self._num_to_read(call)
         self._text_of = prepared.detokenizer.token_bytes
         self._prompt_tokens = len(request.prompt_token_ids)
         self._seed = sampling.seed or 0
@@ -152,12 +174,14 @@ class RequestState:
         stops = StopStrings(sampling.stop) if sampling.stop else None
         tail = request.prompt_token_ids[-PROMPT_TAIL:]
         keep_special = call.keep_special_tokens
-        needs_text = stops is not None or not call.skip_text or bool(call.resumed)
+        needs_text = (stops is not None or not call.skip_text or bool(call.resumed)) and not self._silent
         self.choices = [
             ChoiceState(
                 index,
                 prepared.detokenizer.stream(tail, keep_special=keep_special) if needs_text else None,
-                StopMatcher(stops) if stops is not None else None,
+                StopMatcher(stops, shows_stop=bool(sampling.include_stop_str_in_output))
+                if stops is not None
+                else None,
                 sampling.min_tokens or 0,
             )
             for index in range(sampling.n or 1)
@@ -168,6 +192,15 @@ class RequestState:
         if not sampling.ignore_eos:
             self._stop_token_ids |= prepared.eos_token_ids
         self._unsent: dict[int, str] = {}
+
+    def _num_to_read(self, call: GenerateCall) -> int:
+        """Return how much is to be read off the prompt: log probabilities to come, or one vector."""
+        if call.pooling is not None:
+            return 1
+        scores = self.request.sampling.prompt_logprobs is not None and len(call.finished_choices) < (
+            self.request.sampling.n or 1
+        )
+        return max(0, len(self.request.prompt_token_ids) - max(1, call.scored_tokens)) if scores else 0
 
     async def resume(self) -> None:
         """Bring choices to where their client saw them last. Others get a turn after each.
@@ -228,9 +261,25 @@ class RequestState:
         self._outbox.level = accepted.level
         self._outbox.accepted(self.request_id).CopyFrom(message)
         self._outbox.grow(_EVENT_BYTES)
+        request = self.request
+        if request.sampling.prompt_logprobs is not None and not request.scored_tokens:
+            self._show_prompt_logprobs(0, (TokenLogprobs(request.prompt_token_ids[0], 0.0, 0),))
         for index, text in self._unsent.items():
             if text:
                 self._show(self.choices[index], text, (), None)
+
+    def on_prompt_logprobs(self, scored: EmitPromptLogprobs) -> None:
+        """More of the prompt is scored: what was not told yet, in order."""
+        self._missing -= len(scored.logprobs)
+        for start in range(0, len(scored.logprobs), _MAX_SCORED_TOKENS):
+            part = scored.logprobs[start : start + _MAX_SCORED_TOKENS]
+            self._show_prompt_logprobs(scored.first_position + start, part)
+
+    def on_embedding(self, embedding: EmitEmbedding) -> None:
+        """The vector of the prompt has come."""
+        self._missing = 0
+        self._outbox.embedding(self.request_id).values.extend(embedding.values)
+        self._outbox.grow(_EVENT_BYTES + 4 * len(embedding.values))
 
     def on_tokens(self, delta: TokenDelta, now: float, gaps: dict[float, int], *, hide_last: bool) -> bool:
         """Take new tokens of a choice; return whether a stop string has just ended it.
@@ -241,6 +290,9 @@ class RequestState:
         """
         choice = self.choices[delta.choice]
         if choice.over is not None:
+            return False
+        if self._silent:
+            self.account.first_token(now)
             return False
         token_ids, logprobs = delta.token_ids, delta.logprobs
         text, used = choice.feed(token_ids, hide_last=hide_last)
@@ -253,7 +305,9 @@ class RequestState:
             self.account.first_token(now)
         else:
             gaps[last] = gaps.get(last, 0) + 1
-        if text or logprobs or self._return_token_ids:
+        if self._stream_interval > 1 and last is not None:
+            self._hold(choice, text, token_ids, logprobs)
+        elif text or logprobs or self._return_token_ids:
             self._show(choice, text, token_ids, logprobs)
         return choice.over is not None
 
@@ -266,6 +320,8 @@ class RequestState:
             if finish.last:
                 self.fail(self._moved)
             return
+        if choice.held.num_tokens:
+            self._let_go(choice)
         text = choice.flush()
         if text:
             self._show(choice, text, (), None)
@@ -278,6 +334,10 @@ class RequestState:
             clamped_max_tokens=self._clamped_max_tokens,
         )
         fill_finished(message, finish, usage, self._seed)
+        if self._missing and finish.error is None and finish.reason.is_complete:
+            error = ServiceError("UNSUPPORTED", "the worker did not read the prompt as it was asked to")
+            message.reason, choice.over = common_pb2.FINISH_REASON_ERROR, None
+            message.error.CopyFrom(error.to_proto())
         if choice.over is not None:
             message.reason = common_pb2.FinishReason.ValueType(choice.over)
             message.ClearField("error")
@@ -321,6 +381,33 @@ class RequestState:
         if self.on_end is not None:
             self.on_end()
 
+    def _show_prompt_logprobs(self, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        event = self._outbox.prompt_logprobs(self.request_id)
+        event.first_position = first
+        event.tokens.extend(logprobs_with_text(logprobs, self._text_of))
+        self._outbox.grow(_EVENT_BYTES + _size_of(logprobs))
+
+    def _hold(
+        self,
+        choice: ChoiceState,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+    ) -> None:
+        """Keep output until there is enough of it."""
+        held = choice.held
+        held.text += text
+        held.token_ids += token_ids
+        held.logprobs += logprobs or ()
+        held.num_tokens += len(token_ids)
+        if held.num_tokens >= self._stream_interval:
+            self._let_go(choice)
+
+    def _let_go(self, choice: ChoiceState) -> None:
+        held, choice.held = choice.held, HeldOutput()
+        if held.text or held.logprobs or self._return_token_ids:
+            self._show(choice, held.text, held.token_ids, held.logprobs or None)
+
     def _show(
         self,
         choice: ChoiceState,
@@ -352,6 +439,10 @@ class RequestState:
             delta.token_ids.extend(token_ids)
             size += 4 * len(token_ids)
         if logprobs:
-            add_logprobs(delta, logprobs, self._text_of)
-            size += sum(_LOGPROBS_BYTES * (1 + len(entry.top_token_ids)) for entry in logprobs)
+            delta.logprobs.extend(logprobs_with_text(logprobs, self._text_of))
+            size += _size_of(logprobs)
         outbox.grow(size)
+
+
+def _size_of(logprobs: Sequence[TokenLogprobs]) -> int:
+    return sum(_LOGPROBS_BYTES * (1 + len(entry.top_token_ids)) for entry in logprobs)

@@ -27,7 +27,7 @@ To call some of them, answer with nothing but a list of the calls, in this forma
 <tool_call>[{{"name": "function_name", "arguments": {{"argument": "value"}}}}]</tool_call>
 If no function can help, answer in words."""
 """What a model is told of tools whose template says nothing of them: near to what SmolLM 2 was trained on."""
-_OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})
+_OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 
 
 class InputError(Exception):
@@ -129,7 +129,8 @@ class ChatTemplate:
             raise InputError(
                 "chat", f"the model's chat template refuses it: {_say(error)}", "CHAT_TEMPLATE"
             ) from None
-        return "".join(parts)
+        text = "".join(parts)
+        return _open_ended(text, chat.messages[-1].content) if chat.continue_final_message else text
 
     def _variables(self, chat: pb.Chat) -> dict[str, object]:
         if not chat.messages:
@@ -138,7 +139,14 @@ class ChatTemplate:
         taken = sorted(_OWN_VARIABLES & variables.keys())
         if taken:
             raise InputError("chat.template_vars_json", f"must not set {', '.join(taken)}")
-        add_generation_prompt = not chat.HasField("add_generation_prompt") or chat.add_generation_prompt
+        continues = chat.continue_final_message
+        if continues and chat.add_generation_prompt:
+            raise InputError("chat.continue_final_message", "does not go with add_generation_prompt")
+        if continues and not chat.messages[-1].content.strip():
+            raise InputError("chat.continue_final_message", "the last message has no text to go on with")
+        add_generation_prompt = (
+            chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
+        )
         messages = [self._message(index, message) for index, message in enumerate(chat.messages)]
         tools = _json(chat, "tools_json", "chat", list)
         if not _knows_tools(self._source):
@@ -148,6 +156,7 @@ class ChatTemplate:
             **variables,
             "messages": messages,
             "tools": tools,
+            "documents": _json(chat, "documents_json", "chat", list),
             "add_generation_prompt": add_generation_prompt,
         }
 
@@ -170,6 +179,17 @@ class ChatTemplate:
     def _takes_role(self, role: str) -> bool:
         """Return whether a role is a usual one or one that the template names."""
         return role in ROLES or (role.isidentifier() and any(q + role + q in self._source for q in "'\""))
+
+
+def _open_ended(prompt: str, last: str) -> str:
+    """Return a prompt up to the end of its last message, as transformers has it: templates end messages."""
+    at = prompt.rfind(last.strip())
+    if at < 0:
+        problem = "the model's chat template does not show the last message as it is"
+        raise InputError("chat.continue_final_message", problem, "CHAT_TEMPLATE")
+    end = at + len(last.lstrip())
+    # A template that strips messages has no space there to go on with.
+    return prompt[:end] if prompt[at:end] == last.lstrip() else prompt[: at + len(last.strip())]
 
 
 def _with_tools(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:

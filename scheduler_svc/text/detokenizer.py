@@ -320,10 +320,12 @@ def _fallbacks(string: str) -> list[int]:
 class StopMatcher:
     """Where one choice's text stands between the stop strings."""
 
-    __slots__ = ("_held", "_matched", "_stops", "stopped_by")
+    __slots__ = ("_held", "_matched", "_shows_stop", "_stops", "stopped_by")
 
-    def __init__(self, stops: StopStrings) -> None:
+    def __init__(self, stops: StopStrings, *, shows_stop: bool = False) -> None:
+        """`shows_stop`: what is shown ends with the stop string."""
         self._stops = stops
+        self._shows_stop = shows_stop
         self._matched = [0] * len(stops.strings)
         self._held = ""
         self.stopped_by: str | None = None
@@ -350,7 +352,7 @@ class StopMatcher:
                 seen = self._held + text[: position + 1]
                 self._held = ""
                 self.stopped_by = ended
-                return seen[: len(seen) - len(ended)]
+                return seen if self._shows_stop else seen[: len(seen) - len(ended)]
         seen = self._held + text
         shown = len(seen) - max(matched)
         self._held = seen[shown:]

@@ -12,9 +12,10 @@ import random
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Final
 
-from octavo.parsing.formats import THOUGHTS_BEGIN
+from octavo.parsing.formats import THOUGHTS_BEGIN, THOUGHTS_END
 from octavo.protocol import keys
 from octavo.v1 import generation_pb2 as pb
 from tokenizers import Tokenizer
@@ -26,6 +27,8 @@ from scheduler_svc.text.trimming import TrimSpec, cut, trim_chat
 _SAMPLES: Final = 200
 # Normalizers may shorten a text, so a text is too long for certain only well beyond the bound.
 _SLACK: Final = 4
+_LONGEST_END: Final = 64
+"""Of a prompt, in characters: where thoughts begin or end, and the space behind that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,19 @@ class KeySpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptExtra:
+    """What few requests want done with a prompt."""
+
+    keep_last: int | None = None
+    """Tokens at its end to keep at most; what is before them is cut away."""
+    bad_words: tuple[str, ...] = ()
+    """Texts to tokenize as well."""
+
+
+NO_EXTRA: Final = PromptExtra()
+
+
+@dataclass(frozen=True, slots=True)
 class EncodeText:
     """Tokenize plain text."""
 
@@ -60,6 +76,7 @@ class EncodeText:
     add_special_tokens: bool = True
     keys: KeySpec | None = None
     trim: TrimSpec | None = None
+    extra: PromptExtra = NO_EXTRA
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +88,7 @@ class EncodeChat:
     chat: bytes
     keys: KeySpec | None = None
     trim: TrimSpec | None = None
+    extra: PromptExtra = NO_EXTRA
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +100,7 @@ class TakeTokens:
     tokens: bytes
     keys: KeySpec | None = None
     trim: TrimSpec | None = None
+    extra: PromptExtra = NO_EXTRA
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +142,10 @@ class Encoded:
     """Tokens of the prompt that were cut away."""
     in_reasoning: bool = False
     """It ends with the beginning of thoughts."""
+    thoughts_over: bool = False
+    """It ends with their end."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +180,12 @@ class TextModel:
         match job:
             case EncodeText():
                 text = self._encode(job.text, "text", job, add_special_tokens=job.add_special_tokens)
-                return self._finish(cut(text, job.trim), "text", job)
+                return self._finish(cut(_last(text, job.extra), job.trim), "text", job)
             case EncodeChat():
                 return self._encode_chat(job)
             case TakeTokens():
                 ids = self._unpack(job.tokens, "tokens.ids")
-                return self._finish(cut(ids, job.trim), "tokens.ids", job)
+                return self._finish(cut(_last(ids, job.extra), job.trim), "tokens.ids", job)
             case Tokenize():
                 return self._tokenize(job)
             case Decode():
@@ -186,16 +209,20 @@ class TextModel:
         """Return a conversation's prompt."""
         if self._template is None:
             raise InputError("chat", f"model {self._spec.model} has no chat template", "CHAT_TEMPLATE")
-        template, in_reasoning = self._template, False
+        template, end = self._template, ""
 
         def encode(chat: pb.Chat) -> array[int]:
-            nonlocal in_reasoning
+            nonlocal end
             text = template.render(chat, self._max_bytes(job))
-            in_reasoning = text.rstrip().endswith(THOUGHTS_BEGIN)
-            return self._encode(text, "chat", job, add_special_tokens=False)
+            end = text[-_LONGEST_END:].rstrip()
+            return _last(self._encode(text, "chat", job, add_special_tokens=False), job.extra)
 
         prompt = trim_chat(pb.Chat.FromString(job.chat), encode, job.trim)
-        return replace(self._finish(prompt, "chat", job), in_reasoning=in_reasoning)
+        return replace(
+            self._finish(prompt, "chat", job),
+            in_reasoning=end.endswith(THOUGHTS_BEGIN),
+            thoughts_over=end.endswith(THOUGHTS_END),
+        )
 
     def _max_bytes(self, job: EncodeJob) -> int:
         """Return a size of text beyond which it cannot fit into the context."""
@@ -239,7 +266,26 @@ class TextModel:
                 "PROMPT_TOO_LONG",
             )
         block_keys = b"".join(keys.chain(spec.root, ids, spec.block_size))
-        return Encoded(ids.tobytes(), block_keys, trimmed)
+        bad_words = tuple(chain.from_iterable(map(self._bad_word, job.extra.bad_words)))
+        return Encoded(ids.tobytes(), block_keys, trimmed, bad_words=bad_words)
+
+    def _bad_word(self, text: str) -> list[tuple[int, ...]]:
+        """Return the tokens of a text at the start of a word and, where that is as long, after a space.
+
+        As vLLM does it, so that the same words are kept out.
+        """
+        plain, spaced = (
+            tuple(self._tokenizer.encode(prefix + text.lstrip(), add_special_tokens=False).ids)
+            for prefix in ("", " ")
+        )
+        if not plain:
+            raise InputError("sampling.bad_words", "an entry makes no token")
+        differs = spaced and spaced[0] != plain[0] and len(spaced) == len(plain)
+        return [plain, spaced] if differs else [plain]
+
+
+def _last(ids: array[int], extra: PromptExtra) -> array[int]:
+    return ids if extra.keep_last is None else ids[-extra.keep_last :]
 
 
 def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:

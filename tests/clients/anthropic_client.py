@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import anthropic
-from checks import BASE_URL, CITY, MODEL, SEES_FIT, run
+from checks import BASE_URL, CITY, MODEL, SEES_FIT, refusal, run
 
 client = anthropic.Anthropic(base_url=BASE_URL.removesuffix("/v1"), api_key="any", max_retries=0)
 ASK: Any = [{"role": "user", "content": "How is the weather in Paris?"}]
@@ -88,13 +88,10 @@ def tokens_counted() -> None:
 
 
 def errors() -> None:
-    try:
-        client.messages.create(model="nope", max_tokens=1, messages=ASK)
-    except anthropic.NotFoundError as error:
-        assert isinstance(error.body, dict)
-        assert error.body["error"]["type"] == "not_found_error"
-    else:
-        raise AssertionError("it was not refused")
+    error = refusal(lambda: client.messages.create(model="nope", max_tokens=1, messages=ASK))
+    assert isinstance(error, anthropic.NotFoundError)
+    assert isinstance(error.body, dict)
+    assert error.body["error"]["type"] == "not_found_error"
 
 
 if __name__ == "__main__":

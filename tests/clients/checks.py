@@ -14,7 +14,7 @@ SEES_FIT = "--auto" in sys.argv
 """The model is a stand-in that calls a tool whenever it is offered some, and then says what came of it."""
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
 CITY["additionalProperties"] = False
-"""Arguments of the tool `weather`. They are bounded, as the model of the tests is too small to find an end."""
+"""Arguments of the tool `weather`. Bounded, as the model of the tests is too small to find an end."""
 
 
 def run(program: str, *checks: Callable[[], Any]) -> int:
@@ -31,3 +31,12 @@ def run(program: str, *checks: Callable[[], Any]) -> int:
             print(f"FAILED  {check.__name__}\n{traceback.format_exc()}", flush=True)
     print(f"{program}: {len(checks) - failed} of {len(checks)} work")
     return 1 if failed else 0
+
+
+def refusal(call: Callable[[], object]) -> Exception:
+    """What a call raises, which it has to."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - it is looked at
+        return error
+    raise AssertionError("it was not refused")

@@ -6,13 +6,15 @@ Prints a line for each thing that works and exits with 1 when one does not.
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 
 BASE_URL, MODEL = sys.argv[1:3]
 CAPITAL = [{"role": "user", "content": "Complete the sentence: The capital of Japan is"}]
@@ -240,6 +242,48 @@ async def async_cancelled() -> None:
         assert time.monotonic() - started < 30
 
 
+class City(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=12)
+    kind: Literal["town", "village"]
+
+
+ABOUT: list[Any] = [{"role": "user", "content": "Tokyo as JSON:"}]
+
+
+def class_parsed() -> None:
+    answer = sync.chat.completions.parse(model=MODEL, messages=ABOUT, response_format=City, max_tokens=200)
+    assert isinstance(answer.choices[0].message.parsed, City), answer
+
+
+def class_parsed_streamed() -> None:
+    with sync.chat.completions.stream(
+        model=MODEL, messages=ABOUT, response_format=City, max_tokens=200
+    ) as stream:
+        answer = stream.get_final_completion()
+    assert isinstance(answer.choices[0].message.parsed, City), answer
+
+
+def constraints_of_vllm() -> None:
+    for wanted, pattern in (({"regex": "[a-f]{8}!"}, "[a-f]{8}!"), ({"choice": ["yes", "no"]}, "yes|no")):
+        answer = sync.chat.completions.create(
+            model=MODEL, messages=ABOUT, max_tokens=20, extra_body={"structured_outputs": wanted}
+        )
+        assert re.fullmatch(pattern, answer.choices[0].message.content or ""), answer
+
+
+def impossible_constraint_is_a_bad_request() -> None:
+    schema: Any = {"name": "n", "schema": {"$ref": "#/nowhere"}}
+    refused: openai.BadRequestError | None = None
+    try:
+        sync.chat.completions.create(
+            model=MODEL, messages=ABOUT, response_format={"type": "json_schema", "json_schema": schema}
+        )
+    except openai.BadRequestError as error:
+        refused = error
+    assert refused is not None
+    assert refused.param == "response_format", refused
+
+
 CHECKS: list[Callable[[], None] | Callable[[], Coroutine[Any, Any, None]]] = [
     models,
     completion,
@@ -260,6 +304,10 @@ CHECKS: list[Callable[[], None] | Callable[[], Coroutine[Any, Any, None]]] = [
     async_many,
     async_stream,
     async_cancelled,
+    class_parsed,
+    class_parsed_streamed,
+    constraints_of_vllm,
+    impossible_constraint_is_a_bad_request,
 ]
 
 

@@ -1,4 +1,4 @@
-"""Tools, thoughts and Responses with the `openai` package: python openai_tools_client.py BASE_URL MODEL [--auto]."""
+"""Tools, thoughts and Responses with the `openai` package: openai_tools_client.py BASE_URL MODEL [--auto]."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import openai
-from checks import BASE_URL, CITY, MODEL, SEES_FIT, run
+from checks import BASE_URL, CITY, MODEL, SEES_FIT, refusal, run
 from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=BASE_URL, api_key="any", max_retries=0)
@@ -114,12 +114,10 @@ def response_parsed() -> None:
 
 def nothing_is_stored() -> None:
     answer = client.responses.create(model=MODEL, input="Hello.", max_output_tokens=1)
-    try:
-        client.responses.create(model=MODEL, input="And?", previous_response_id=answer.id)
-    except openai.BadRequestError as error:
-        assert error.param == "previous_response_id"
-    else:
-        raise AssertionError("it was not refused")
+    more: Any = {"previous_response_id": answer.id}
+    error = refusal(lambda: client.responses.create(model=MODEL, input="And?", **more))
+    assert isinstance(error, openai.BadRequestError)
+    assert error.param == "previous_response_id"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A gateway on a real port whose model is a stand-in: it calls the first tool it is offered, and then answers.
+"""A gateway on a real port with a stand-in for a model: it calls the first tool it is offered, then answers.
 
 Programs of others are tried with it. What a real model does with a grammar is tried elsewhere.
 """

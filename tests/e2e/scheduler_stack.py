@@ -71,12 +71,18 @@ class EchoRunner(SimRunner):
     """Says the prompt again, token by token, and then the end-of-sequence token."""
 
     def execute(self, batch: StepBatch) -> StepResult:
-        self._sleep(0)
+        # The base makes vectors up, and takes no time for it.
+        read = super().execute(batch)
         token_ids: dict[int, int] = {}
         logprobs: dict[int, TokenLogprobs] = {}
         for row in batch.rows:
+            sequence = row.sequence
+            if row.scored:
+                read.prompt_logprobs[sequence.handle] = [
+                    TokenLogprobs(sequence.token_ids[at], -at / 16, at, (9, 8), (-0.25, -0.5))
+                    for at in row.scored
+                ]
             if row.sample:
-                sequence = row.sequence
                 output = row.start + row.num_tokens - sequence.prompt_len
                 token_id = sequence.token_ids[output] if output < sequence.prompt_len else EOS
                 if sequence.sampling.ignore_eos and token_id == EOS:
@@ -84,7 +90,7 @@ class EchoRunner(SimRunner):
                 token_ids[sequence.handle] = token_id
                 if sequence.sampling.logprobs is not None:
                     logprobs[sequence.handle] = TokenLogprobs(token_id, -0.5, 1, (token_id,), (-0.5,))
-        return StepResult(token_ids, logprobs)
+        return replace(read, token_ids=token_ids, logprobs=logprobs)
 
     def supports(self, sampling: Any) -> str | None:
         return "structured output: an echo follows no grammar" if sampling.structured is not None else None
@@ -123,6 +129,7 @@ async def start_worker(
     port: int = 0,
     info: LoadedModel | None = None,
     num_devices: int = 1,
+    runner: type[SimRunner] = EchoRunner,
     **flags: object,
 ) -> Worker:
     """Start a worker."""
@@ -130,7 +137,7 @@ async def start_worker(
     settings = WorkerSettings.load({"check_integrity": True, "enable_faults": True, **given})
     gate = Gate()
     model = info or replace(built_in_model(), model_id="echo")
-    loop = EngineLoop(lambda: build(settings, EchoRunner(model, StepTimes.builtin(), sleep=gate)))
+    loop = EngineLoop(lambda: build(settings, runner(model, StepTimes.builtin(), sleep=gate)))
     loop.start()
     loaded = await loop.ready
     terms = Terms(
@@ -143,6 +150,7 @@ async def start_worker(
         adapters=loaded.info.adapters,
         simulated=True,
         num_devices=num_devices,
+        structured_output=loaded.grammars is not None,
     )
     sessions = Sessions(terms, loop, WorkerMetrics(), loaded.faults)
     service = WorkerService()

@@ -93,27 +93,18 @@ def secured(folder: Path, *, num_workers: int = 1, worker_args: tuple[str, ...] 
     keys = {name: new_key() for name in ROLES}
     write_keys(folder / "keys.toml", keys, *[name for name in ROLES if name != "former"])
     write_private(folder / "gateway.key", keys["gateway"])
-    env = {"OCTAVO_TLS_CA": str(folder / "ca.pem"), "OCTAVO_MTLS": "yes"}
-    for part in PARTS:
-        prefix = "OCTAVO_" if part == "client" else f"OCTAVO_{part.upper()}_"
-        env[f"{prefix}TLS_CERT"] = str(folder / f"{part}.pem")
-        env[f"{prefix}TLS_KEY"] = str(folder / f"{part}-key.pem")
     ports = dict(zip(("scheduler", "worker"), free_ports(2), strict=True))
     metrics = {part: ("--metrics-port", str(port)) for part, port in ports.items()}
     config = StackConfig(
         model="sim",
         num_workers=num_workers,
         worker_args=(*worker_args, *metrics["worker"]) if num_workers == 1 else worker_args,
-        scheduler_args=(
-            "--key-file",
-            str(folder / "keys.toml"),
-            "--no-overload-control",
-            *metrics["scheduler"],
-        ),
+        scheduler_args=("--no-overload-control", *metrics["scheduler"]),
         gateway_port=0,
         gateway_args=("--api-key-file", str(folder / "gateway.key")),
         folder=folder / "logs",
-        env=env,
+        certs=folder,
+        env={"OCTAVO_KEY_FILE": str(folder / "keys.toml")},
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OCTAVO_API_KEY", keys["boss"])

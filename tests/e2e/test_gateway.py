@@ -205,7 +205,6 @@ async def test_chat_logprobs_carry_bytes(one: Served) -> None:
     [
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 2}, "best_of"),
-        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
         ({"prompt": "x", "no_such_thing": 1}, "no_such_thing"),
         ({"prompt": "x", "temperature": -1}, "temperature"),

@@ -67,7 +67,11 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[psut
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             started.append(process)
             assert process.stdout is not None
-            assert any("Ray runtime started" in line for line in process.stdout)
+            said = ""
+            while "Ray runtime started" not in said:
+                line = process.stdout.readline()
+                assert line, said
+                said += line
         monkeypatch.setenv("RAY_ADDRESS", address)
         yield [psutil.Process(process.pid) for process in started]
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,15 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from octavo.protocol.steps import FinishReason
+from octavo.protocol.steps import FinishReason, Pooling
 from octavo.sampling import SamplingParams, StructuredOutput
 from octavo_lab.scorecard.runner_workload import EngineJob, PlanWorkload, Reference, greedy_jobs
+from tokenizers import Tokenizer
 from transformers import LlamaConfig, PreTrainedModel
 
 from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.engine import EngineConfig, WorkerEngine
 from worker_svc.errors import StepOutOfMemory
+from worker_svc.grammar.backend import Vocabulary
+from worker_svc.grammar.guide import Grammars
 from worker_svc.runner.base import LoadedModel, ModelRunner
 from worker_svc.start.load import load_runner
 
@@ -54,7 +58,13 @@ class Subject:
     info: LoadedModel
     reference: Reference
 
-    def workload(self, seed: int = 0, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> PlanWorkload:
+    def workload(
+        self,
+        seed: int = 0,
+        num_blocks: int = NUM_BLOCKS,
+        num_host_blocks: int = 0,
+        grammars: Grammars | None = None,
+    ) -> PlanWorkload:
         """Return a workload over a new engine with an empty cache; its pool may be a part of the memory."""
         config = EngineConfig(
             block_size=BLOCK_SIZE,
@@ -65,7 +75,9 @@ class Subject:
             num_host_blocks=num_host_blocks,
             check_integrity=True,
         )
-        return PlanWorkload(WorkerEngine(self.runner, config), BLOCK_SIZE, MAX_NUM_SEQS, seed)
+        return PlanWorkload(
+            WorkerEngine(self.runner, config, grammars=grammars), BLOCK_SIZE, MAX_NUM_SEQS, seed
+        )
 
     def run(self, *jobs: EngineJob, seed: int = 0, disturb: bool = False) -> list[list[int]]:
         self.workload(seed).run(jobs, disturb=disturb)
@@ -336,8 +348,148 @@ def test_runner_end_of_sequence_token_ends_a_sequence(subject: Subject) -> None:
     assert job.ended is FinishReason.STOP
 
 
-def test_runner_structured_output_is_refused(subject: Subject) -> None:
-    problem = subject.runner.supports(SamplingParams(structured=StructuredOutput(regex="a+")))
+def test_runner_output_follows_its_constraint_and_a_disturbance_changes_none_of_it(subject: Subject) -> None:
+    text = subject.info.text
+    tokenizer = text.tokenizer_files["tokenizer.json"].decode()
+    grammars = Grammars(Vocabulary(tokenizer, subject.info.vocab_size, text.eos_token_ids))
+    wanted = StructuredOutput(regex="(yes|no){8}!{2,9}")
+    sampling = replace(RANDOM, structured=wanted, max_tokens=60)
 
-    assert problem
-    assert "structured" in problem
+    def outputs(*, disturb: bool) -> list[list[int]]:
+        jobs = [EngineJob(prompt(40, seed), replace(sampling, seed=seed)) for seed in range(6)]
+        jobs.append(EngineJob(prompt(40, 9), replace(RANDOM, max_tokens=30)))
+        subject.workload(grammars=grammars).run(jobs, disturb=disturb)
+        return [job.output for job in jobs]
+
+    try:
+        undisturbed = outputs(disturb=False)
+        assert outputs(disturb=True) == undisturbed
+    finally:
+        grammars.close()
+    for output in undisturbed[:-1]:
+        assert output[-1] == EOS
+        assert re.fullmatch(wanted.regex or "", Tokenizer.from_str(tokenizer).decode(output[:-1]))
+
+
+def scoring(length: int, seed: int, **sampling: object) -> EngineJob:
+    chosen: dict[str, object] = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, **sampling}
+    return EngineJob(prompt(length, seed), SamplingParams(prompt_logprobs=3, **chosen))  # type: ignore[arg-type]
+
+
+def check_scores(job: EngineJob, model: PreTrainedModel) -> None:
+    """Compare what is said of a job's prompt with what transformers say."""
+    with torch.inference_mode():
+        expected = model(torch.tensor([job.prompt])).logits[0].log_softmax(dim=-1)
+    assert [entry.token_id for entry in job.prompt_logprobs] == job.prompt[1:]
+    for row, entry in enumerate(job.prompt_logprobs):
+        assert entry.logprob == pytest.approx(expected[row, entry.token_id].item(), abs=1e-3)
+        assert entry.top_logprobs == pytest.approx(expected[row].topk(3).values.tolist(), abs=1e-3)
+        better = (expected[row] > expected[row, entry.token_id] + 1e-3).sum().item()
+        near = (expected[row] >= expected[row, entry.token_id] - 1e-3).sum().item()
+        assert better + 1 <= entry.rank <= near + 1
+
+
+def test_runner_prompt_logprobs_are_the_models_own_at_the_borders_of_chunks_too(
+    subject: Subject, model: tuple[Path, PreTrainedModel]
+) -> None:
+    jobs = [scoring(60 + 17 * number, number) for number in range(6)]
+    subject.workload(seed=11).run(jobs, disturb=True, most=16)
+
+    for job in jobs:
+        check_scores(job, model[1])
+        assert subject.reference.mismatches(job)[0] == 0
+
+
+def test_runner_prompt_logprobs_after_preemptions_miss_and_repeat_nothing(
+    subject: Subject, model: tuple[Path, PreTrainedModel]
+) -> None:
+    workload = subject.workload(seed=12, num_blocks=24)
+    jobs = [scoring(200, number % 4) for number in range(12)]
+    workload.run(jobs, disturb=True, most=24)
+
+    assert workload.seen["preempted in prefill"]
+    for job in jobs:
+        check_scores(job, model[1])
+
+
+def test_runner_prompt_logprobs_of_a_cached_prompt_are_all_there(
+    subject: Subject, model: tuple[Path, PreTrainedModel]
+) -> None:
+    workload = subject.workload(seed=13)
+    first, again, plain = scoring(160, 5), scoring(160, 5), EngineJob(prompt(160, 5), RANDOM)
+    for job in (first, again, plain):
+        workload.run([job], disturb=False)
+
+    check_scores(again, model[1])
+    assert workload.seen["prefix hits"] == 1, "it uses no cached block, but leaves them for others"
+
+
+@pytest.mark.parametrize("pooling", Pooling)
+def test_runner_vectors_are_those_of_the_hidden_states(
+    subject: Subject, model: tuple[Path, PreTrainedModel], pooling: Pooling
+) -> None:
+    workload = subject.workload(seed=14, num_blocks=24)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    jobs = [EngineJob(prompt(120 + number % 3, number % 3), sampling, pooling=pooling) for number in range(9)]
+    workload.run(jobs, disturb=True, most=24)
+
+    for job in jobs:
+        with torch.inference_mode():
+            hidden = model[1](torch.tensor([job.prompt]), output_hidden_states=True).hidden_states[-1][0]
+        vector = hidden[-1] if pooling is Pooling.LAST else hidden.mean(dim=0)
+        assert job.embedding == pytest.approx((vector / vector.norm()).tolist(), abs=1e-4)
+
+
+def test_runner_only_allowed_tokens_are_sampled(subject: Subject) -> None:
+    job = subject.run_one(prompt(10), allowed_token_ids=(40, 41, 42), temperature=5.0, seed=1)
+
+    assert set(job.output) <= {40, 41, 42}
+    assert len(set(job.output)) > 1
+
+
+def test_runner_bad_words_stay_away_and_only_they(subject: Subject) -> None:
+    free = subject.run_one(prompt(10)).output
+    banned = ((free[0],), (free[3], free[4], free[5]))
+
+    job = subject.run_one(prompt(10), bad_words_token_ids=banned)
+
+    assert free[0] not in job.output
+    whole = subject.run_one(prompt(10), bad_words_token_ids=banned[1:]).output
+    assert whole[:5] == free[:5]
+    assert whole[5] != free[5]
+
+
+def test_runner_where_nothing_may_be_sampled_the_request_fails_and_no_other(subject: Subject) -> None:
+    neighbour = EngineJob(prompt(30, 1), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    hostile = EngineJob(
+        prompt(10),
+        SamplingParams(temperature=1.0, seed=1, allowed_token_ids=(7,), bad_words_token_ids=((7,),)),
+    )
+
+    subject.run(neighbour, hostile)
+
+    assert hostile.ended is FinishReason.ERROR
+    assert neighbour.ended is FinishReason.LENGTH
+    assert subject.reference.mismatches(neighbour)[0] == 0
+
+
+def test_runner_logprobs_of_named_tokens_beside_rows_that_want_the_best(
+    subject: Subject, model: tuple[Path, PreTrainedModel]
+) -> None:
+    named = EngineJob(
+        prompt(20, 1),
+        SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprob_token_ids=(9, 4)),
+    )
+    best = EngineJob(
+        prompt(20, 2), SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=2)
+    )
+    subject.run(named, best)
+
+    for job in (named, best):
+        with torch.inference_mode():
+            expected = model[1](torch.tensor([job.tokens[:-1]])).logits[0, 19:].log_softmax(dim=-1)
+        for row, entry in enumerate(job.logprobs):
+            ids = [9, 4] if job is named else expected[row].topk(2).indices.tolist()
+            assert entry.logprob == pytest.approx(expected[row, job.output[row]].item(), abs=1e-3)
+            assert list(entry.top_token_ids) == ids
+            assert entry.top_logprobs == pytest.approx(expected[row, ids].tolist(), abs=1e-3)

@@ -16,6 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 from octavo import Client
+from octavo.cli.main import main
+from octavo.errors import UnavailableError
+from octavo.service.tls import Tls
 
 NO_GATEWAY = ("--gateway-port", "none")
 SIM = (*NO_GATEWAY, "--model", "sim", "--worker-arg=--runner=sim", "--port", "0", "--worker-port", "0")
@@ -94,6 +97,32 @@ def test_up_with_a_gateway_serves_http_until_it_ends(tmp_path: Path) -> None:
 
         assert process.wait(30) == 0
         assert gone(children)
+
+
+def test_up_with_certificates_speaks_tls_on_every_port(tmp_path: Path) -> None:
+    certs = tmp_path / "certs"
+    assert main(["certs", "--out", str(certs)]) == 0
+    with up(tmp_path / "logs", *SIM, "--gateway-port", "0", "--tls", str(certs)) as process:
+        said = read_until_up(process)
+        addresses = re.findall(r"(?:gateway|metrics) +(\w+)://([0-9.:]+)", said)
+        assert [scheme for scheme, _ in addresses] == ["https"] * 3
+        told = dict(word.split("=") for word in said.partition("export ")[2].splitlines()[0].split())
+        tls = Tls.from_environment(told)
+        assert tls is not None
+        for _, address in addresses:
+            path = "metrics" if address != addresses[0][1] else "v1/models"
+            with urllib.request.urlopen(
+                f"https://{address}/{path}", timeout=20, context=tls.ssl_context()
+            ) as answer:
+                assert answer.status == 200
+            with pytest.raises(OSError, match=r"reset|closed|disconnected"):
+                urllib.request.urlopen(f"http://{address}/{path}", timeout=20)
+        command = said.partition("octavo chat")[2].splitlines()[0]
+        endpoint = command.split()[command.split().index("--endpoint") + 1]
+        with Client(endpoint, tls=tls) as client:
+            assert client.generate("hello", max_tokens=2).usage.completion_tokens == 2
+        with Client(endpoint, connect_timeout=1) as stranger, pytest.raises(UnavailableError, match="TLS"):
+            stranger.models()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

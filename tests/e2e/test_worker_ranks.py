@@ -54,11 +54,64 @@ async def test_better_rank_takes_the_worker_and_finds_its_cache(worker: Worker) 
 async def test_scheduler_of_no_better_rank_is_refused_and_told_of(worker: Worker, rank: int) -> None:
     worker.clock.now += 1
     async with worker.attach("holder", rank=1) as holder:
-        for _ in range(2):
-            assert (await refused(worker, "other", rank=rank, endpoint="other:1"))[0] == "SCHEDULER_ATTACHED"
+        assert (await refused(worker, "other", rank=rank, endpoint="other:1"))[0] == "SCHEDULER_ATTACHED"
         said = await holder.read()
         assert said.standby == pb.Standby(scheduler_id="other", rank=rank, endpoint="other:1")
-        assert (await holder.run()).status == pb.STEP_STATUS_OK  # It was told once within the second.
+        assert (await holder.run()).status == pb.STEP_STATUS_OK
+
+
+async def ask(worker: Worker, holder: Scheduler, times: int = 4) -> None:
+    """Let a standby ask in vain, and the scheduler that has the worker hear of it each time."""
+    for _ in range(times):
+        assert (await refused(worker, "standby", rank=1))[0] == "SCHEDULER_ATTACHED"
+        assert (await holder.read()).HasField("standby")
+
+
+async def test_scheduler_that_stands_still_loses_the_worker_to_one_that_stands_by(worker: Worker) -> None:
+    async with worker.attach("preferred", rank=0) as preferred:
+        await ask(worker, preferred, 1)
+        await preferred.send(alive=pb.Alive())
+        await preferred.run()
+        await ask(worker, preferred)
+        worker.clock.now += 1.9
+        await ask(worker, preferred, 1)
+        worker.clock.now += 0.1
+        async with worker.attach("standby", rank=1) as standby:
+            _, reason, _ = await preferred.refusal()
+            assert reason == "TAKEN_OVER"
+            assert (await standby.run()).status == pb.STEP_STATUS_OK
+
+
+async def test_scheduler_keeps_the_worker_while_it_says_anything_at_all(worker: Worker) -> None:
+    async with worker.attach("preferred", rank=0) as preferred:
+        await preferred.send(alive=pb.Alive())
+        for _ in range(3):
+            await ask(worker, preferred)
+            worker.clock.now += 1.9
+            await preferred.run()
+        await ask(worker, preferred)
+
+
+async def test_scheduler_of_an_older_version_keeps_the_worker_although_it_never_says_that_it_is_alive(
+    worker: Worker,
+) -> None:
+    async with worker.attach("older", rank=0) as older:
+        await older.run()
+        await ask(worker, older)
+        worker.clock.now += 60
+        await ask(worker, older)
+
+
+async def test_worker_that_stood_still_itself_calls_nobody_silent(worker: Worker) -> None:
+    async with worker.attach("preferred", rank=0) as preferred:
+        await preferred.send(alive=pb.Alive())
+        await preferred.run()
+        await ask(worker, preferred, 2)
+        worker.clock.now += 60
+        await ask(worker, preferred, 1)
+        await preferred.send(alive=pb.Alive())
+        await preferred.run()
+        await ask(worker, preferred)
 
 
 async def test_worker_that_was_just_started_is_kept_for_the_preferred_one(worker: Worker) -> None:

@@ -214,7 +214,10 @@ async def running(door: Door | None = None, **flags: object) -> AsyncIterator[Wo
     )
     clock = Clock()
     reservation = Reservation(settings.server.preferred_grace_s, clock)
-    sessions = Sessions(terms, loop, WorkerMetrics(), loaded.faults, reservation)
+    silence_s = settings.server.scheduler_silence_s
+    sessions = Sessions(
+        terms, loop, WorkerMetrics(), loaded.faults, reservation, scheduler_silence_s=silence_s
+    )
     service = WorkerService()
     service.open(Business(describe(loaded.info, terms), sessions, loaded.faults))
     server = WorkerServer(service, door)

@@ -18,17 +18,18 @@ from tests.fuzz.readers import readers
 def main() -> int:
     """Return 1 when a fault was found."""
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="for all readers together")
-    parser.add_argument("--messages", type=int, help="so many for each, however long it takes")
+    parser.add_argument("--minutes", type=float, help="for all readers together; 10 without --messages")
+    parser.add_argument("--messages", type=int, default=sys.maxsize, help="so many for each, at most")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="shell-style pattern on the name")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6), help="default: a new one")
     parsed = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     chosen = [one for name, one in readers().items() if fnmatchcase(name, parsed.only)]
-    share_s = parsed.minutes * 60 / max(1, len(chosen))
+    minutes = parsed.minutes or (10.0 if parsed.messages == sys.maxsize else float("inf"))
+    share_s = minutes * 60 / max(1, len(chosen))
 
     def is_over(messages: int, seconds: float) -> bool:
-        return messages >= parsed.messages if parsed.messages else seconds > share_s
+        return messages >= parsed.messages or seconds > share_s
 
     print(f"seed {parsed.seed}")
     failed = False

@@ -111,6 +111,11 @@ BODIES: Final[dict[str, list[Any]]] = {
             "max_completion_tokens": 2, "logprobs": True, "top_logprobs": 1, "tools": [],
             "tool_choice": "none", "response_format": {"type": "text"}, "chat_template_kwargs": {"a": 1},
         },
+        {
+            "messages": [], "max_tokens": 1,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
+            "structured_outputs": {"json": {}, "regex": "a", "choice": ["a"]},
+        },
     ],
     "/v1/responses": [
         {

@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 
 from google.protobuf.message import DecodeError
 from octavo._sdk.call import Call
+from octavo._sdk.channel import Endpoints
 from octavo._sdk.session import Patience, SessionStream, Transport
 from octavo.protocol.convert import (
     ProtocolError,
@@ -91,13 +92,16 @@ class SchedulerReads(Reader):
     def _end(self) -> None:
         for number in range(5):
             self._do(self._core.cancel(f"l{number}", self._now))
+        everybody = {*(f"l{number}" for number in range(5)), "neighbour"}
         for _ in range(200):
+            if self._ended == everybody and not any(self._plans.values()):
+                break
             self._step("honest", lambda report: report)
             self._step("liar", lambda report: report)
             self._now += 0.01
             self._do(self._core.tick(self._now))
         check_core(self._core)
-        if self._ended != {*(f"l{number}" for number in range(5)), "neighbour"}:
+        if self._ended != everybody:
             raise Fault(f"only {sorted(self._ended)} have ended")
         said = tuple(self._tokens["neighbour"])
         self.expected = getattr(self, "expected", said)
@@ -299,7 +303,7 @@ class SdkReads(Reader):
         self._runner.run(self._session(rng))
 
     async def _session(self, rng: random.Random) -> None:
-        transport = Transport(None, Patience(1, 1))  # type: ignore[arg-type] # never dials
+        transport = Transport(Endpoints(["127.0.0.1:1"]), Patience(1, 1))
         stream = _stream()
         transport._stream = stream
         asked: dict[str, Call] = {}
@@ -342,7 +346,7 @@ def _stream() -> SessionStream:
     """Return a stream without a call under it."""
     stream = SessionStream.__new__(SessionStream)
     stream.calls, stream.leaving, stream.credits = {}, {}, 0
-    stream.opened_at = asyncio.get_running_loop().time()
+    stream.opened_at = stream.heard_at = asyncio.get_running_loop().time()
     stream._outbox, stream._filled = deque(), asyncio.Event()
     return stream
 

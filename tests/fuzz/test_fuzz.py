@@ -15,7 +15,14 @@ from tests.fuzz.readers import readers
 
 READERS = readers()
 SEED = 20
-MESSAGES = {"settings": 200, "gguf": 200, "plan_log": 60, "worker_messages": 150, "scheduler_messages": 150}
+MESSAGES = {
+    "settings": 200,
+    "gguf": 200,
+    "plan_log": 60,
+    "worker_messages": 150,
+    "scheduler_messages": 150,
+    "grammars": 20,
+}
 """For each reader; 300 unless a message costs more than most."""
 FOUND = [(reader, path) for reader in file_readers() for path in sorted((CORPUS / reader.name).glob("*"))]
 

@@ -47,7 +47,8 @@ KEYS_PER_MESSAGE_BYTES: Final = 2**20
 MAX_WINDOW: Final = 64
 HELLO_TIMEOUT_S: Final = 10.0
 MAX_ENDPOINT: Final = 256
-_STANDBY_SAID_EVERY_S: Final = 1.0
+_FEWEST_UNANSWERED: Final = 4
+"""A scheduler is not called silent because this process had no time to read what it said."""
 
 Stream = grpc.aio.ServicerContext[bytes, worker_pb2.WorkerMessage]
 log = structlog.get_logger(__name__)
@@ -111,6 +112,11 @@ class SchedulerSession:
         """Plans that wait for their reports."""
         self.left = False
         """The scheduler has ended it on purpose."""
+        self._answers = False
+        """It says that it is alive when it is told of a standby; older ones do not."""
+        self._unanswered = 0
+        self._silent_since = math.inf
+        """When it was told of a standby and said nothing since; nothing at all, plans neither."""
         self._window = hello.window
         self._terms = terms
         self._loop = loop
@@ -172,8 +178,14 @@ class SchedulerSession:
         if not self.ended.done():
             self.ended.set_exception(refusal)
 
-    def standby(self, hello: worker_pb2.Hello) -> None:
-        """Tell the scheduler who would take the worker at once."""
+    def silent_s(self, now: float) -> float:
+        """Return for how long it has owed an answer; 0 where that may be the fault of this process."""
+        return now - self._silent_since if self._answers and self._unanswered >= _FEWEST_UNANSWERED else 0.0
+
+    def standby(self, hello: worker_pb2.Hello, now: float) -> None:
+        """Tell the scheduler who would take the worker at once. It answers, if it runs."""
+        self._unanswered += 1
+        self._silent_since = min(self._silent_since, now)
         standby = worker_pb2.Standby(
             scheduler_id=hello.scheduler_id, rank=hello.rank, endpoint=hello.endpoint
         )
@@ -201,6 +213,7 @@ class SchedulerSession:
                 return
             message = scheduler_message(raw)
             kind = message.WhichOneof("message")
+            self._unanswered, self._silent_since = 0, math.inf
             try:
                 if kind == "plan":
                     refused = refuse_unknown(message.plan)
@@ -210,6 +223,8 @@ class SchedulerSession:
                     self._loop.call(partial(_cancel, handles=tuple(message.cancel.handles)))
                 elif kind == "pin":
                     self._on_pin(message.pin.name, keys_from_proto(message.pin.keys, "pin.keys"))
+                elif kind == "alive":
+                    self._answers = True
                 elif kind == "leave":
                     self.left = True
                     return
@@ -290,13 +305,14 @@ class Sessions:
         metrics: WorkerMetrics,
         faults: Faults | None = None,
         reservation: Reservation | None = None,
+        scheduler_silence_s: float = math.inf,
     ) -> None:
         self._terms = terms
         self._loop = loop
         self._metrics = metrics
         self._faults = Faults() if faults is None else faults
         self._reservation = reservation or Reservation()
-        self._standby_said_at = -math.inf
+        self._scheduler_silence_s = scheduler_silence_s
         self._current: SchedulerSession | None = None
         self._draining = False
         self.drained = asyncio.Event()
@@ -358,9 +374,11 @@ class Sessions:
                 raise Refusal(precondition, "STALE_EPOCH", message)
         elif hello.rank >= former.rank:
             now = self._reservation.clock()
-            if now >= self._standby_said_at + _STANDBY_SAID_EVERY_S:
-                self._standby_said_at = now
-                former.standby(hello)
+            silent_s = former.silent_s(now)
+            if silent_s >= self._scheduler_silence_s:
+                log.warning("scheduler_silent", scheduler_id=former.scheduler_id, silent_s=round(silent_s, 1))
+                return
+            former.standby(hello, now)
             raise Refusal(
                 precondition,
                 "SCHEDULER_ATTACHED",

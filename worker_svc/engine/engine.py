@@ -18,6 +18,7 @@ from octavo.protocol.steps import (
     Report,
     StallReason,
     StepStatus,
+    cacheable_tokens,
 )
 
 from worker_svc.engine.faults import FaultKind, Faults
@@ -33,6 +34,8 @@ from worker_svc.kv.paged import PagedMemory
 from worker_svc.kv.pool import BlockPool
 from worker_svc.runner.base import ModelRunner, Row, StepBatch
 
+_MOST_SCORES: Final = 1 << 14
+"""Log probabilities of one prompt in one step, with those of the best tokens: about 512 KiB on their way."""
 _WRONG_IN_A_ROW: Final = 16
 """So many sequences in a row that compute no numbers, and none that does, are the device's fault."""
 
@@ -215,6 +218,7 @@ class WorkerEngine:
             running.removed.clear()
             running.settle(outcome, step)
             step.take_logprobs(outcome.logprobs)
+            step.take_read(outcome)
             step.stalled.extend((handle, StallReason.COMPILING) for handle in sorted(outcome.unguided))
             self.memory.cost.executed(step.num_decodes, step.num_prefill_tokens, times.execute_s * 1e6)
         if running.guided and step.status is StepStatus.OK:
@@ -291,7 +295,8 @@ class WorkerEngine:
         state = new_state(admit, self._eos_token_ids, self._config.max_model_len)
         num_tokens = len(admit.token_ids)
         reserve_tokens = admit.reserve_tokens or state.max_len
-        match = self.memory.match(admit.keys, num_tokens)
+        cacheable = cacheable_tokens(admit.score_from, admit.pooling, num_tokens)
+        match = self.memory.match(admit.keys[: cacheable // self._config.block_size], num_tokens)
         if match.device_blocks and self._faults.draw(FaultKind.EVICTION_RACE):
             self.memory.evict(self._config.num_blocks)
         try:
@@ -367,7 +372,7 @@ class WorkerEngine:
                 step.stalled.append((handle, StallReason.COMPILING))
                 left -= 1
             if wanted > 0 and left:
-                chunks[handle] = min(wanted + state.lost_tokens, left)
+                chunks[handle] = min(wanted + state.lost_tokens, left, _most_scored(state))
         return chunks
 
 
@@ -380,3 +385,11 @@ def _memory_of(config: EngineConfig) -> KvMemory:
         return ContiguousMemory(config.num_blocks, config.block_size, config.first_block_id)
     pool = BlockPool(config.num_blocks, config.first_block_id)
     return PagedMemory(pool, config.block_size, config.num_host_blocks, config.pin_budget_blocks)
+
+
+def _most_scored(state: SequenceState) -> int:
+    """Return how many tokens of a sequence a step may compute for the sake of what it reports of them."""
+    sequence = state.sequence
+    if sequence.score_from is None:
+        return len(sequence.token_ids)
+    return _MOST_SCORES // (1 + (sequence.sampling.prompt_logprobs or 0))

@@ -58,6 +58,8 @@ def new_state(admit: Admit, eos_token_ids: frozenset[int], max_model_len: int) -
         choice=admit.choice,
         priority=admit.priority,
         adapter=admit.adapter,
+        score_from=admit.score_from,
+        pooling=admit.pooling,
         hold_after_finish=admit.hold_after_finish,
     )
     stop_ids = frozenset(sampling.stop_token_ids)

@@ -5,9 +5,11 @@ A batch is run so that one bad sequence, or a moment without memory, costs as li
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import add
 
 from octavo.protocol.steps import (
     Admitted,
@@ -65,6 +67,8 @@ class CurrentStep:
     first_positions: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[int, tuple[TokenLogprobs, ...]]] = field(default_factory=dict)
+    embeddings: dict[int, tuple[float, ...]] = field(default_factory=dict)
     errors: tuple[ReportedError, ...] = ()
 
     def take_logprobs(self, logprobs: Mapping[int, TokenLogprobs]) -> None:
@@ -72,6 +76,20 @@ class CurrentStep:
         for handle in self.token_handles if logprobs else ():
             if handle in logprobs:
                 self.logprobs[handle] = (logprobs[handle],)
+
+    def take_read(self, outcome: StepOutcome) -> None:
+        """Keep what was read off prompts: log probabilities, and vectors of those that are computed whole."""
+        for row in outcome.rows if outcome.prompt_logprobs or outcome.pooled else ():
+            sequence = row.sequence
+            if entries := outcome.prompt_logprobs.get(sequence.handle):
+                self.prompt_logprobs[sequence.handle] = (row.scored.start, tuple(entries))
+            if added := outcome.pooled.get(sequence.handle):
+                before = sequence.pooled
+                sequence.pooled = list(map(add, before, added)) if before else added
+                if row.sample:
+                    length = math.hypot(*sequence.pooled) or 1.0
+                    vector = tuple([value / length for value in sequence.pooled])
+                    self.embeddings[sequence.handle] = vector
 
     def report(self, memory: KvMemory, pool: PoolReport, live: tuple[int, int], times: StepClock) -> Report:
         """Return the report; `live` is the count and the digest of the live sequences."""
@@ -86,6 +104,8 @@ class CurrentStep:
             first_positions=self.first_positions,
             token_ids=self.token_ids,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            embeddings=self.embeddings,
             finished=tuple(self.finished),
             stalled=tuple(self.stalled),
             refused=tuple(self.refused),
@@ -116,6 +136,8 @@ class StepOutcome:
     rows: tuple[Row, ...] = ()
     token_ids: Mapping[int, int] = field(default_factory=dict)
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: Mapping[int, list[float]] = field(default_factory=dict)
     culprits: frozenset[int] = frozenset()
     unguided: frozenset[int] = frozenset()
     """Left out, too, since their grammars are not ready."""
@@ -147,8 +169,7 @@ class _Execution:
         self._added = batch.added
         self._removed = batch.removed
         self._rows: list[Row] = []
-        self._token_ids: dict[int, int] = {}
-        self._logprobs: dict[int, TokenLogprobs] = {}
+        self._sampled = StepResult({}, {})
         self._errors: list[ReportedError] = []
         self._culprits: set[int] = set()
         self._unguided: set[int] = set()
@@ -162,13 +183,16 @@ class _Execution:
         except RunnerError as error:
             self._note(error, error.handles)
             return StepOutcome(errors=tuple(self._errors), failed=True)
+        sampled = self._sampled
         return StepOutcome(
-            tuple(self._rows),
-            self._token_ids,
-            self._logprobs,
-            frozenset(self._culprits),
-            frozenset(self._unguided),
-            tuple(self._errors),
+            rows=tuple(self._rows),
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=sampled.prompt_logprobs,
+            pooled=sampled.pooled,
+            culprits=frozenset(self._culprits),
+            unguided=frozenset(self._unguided),
+            errors=tuple(self._errors),
         )
 
     def _attempt(self, rows: tuple[Row, ...]) -> None:
@@ -215,8 +239,7 @@ class _Execution:
             self._unguided |= result.unguided
             rows = tuple([row for row in rows if row.sequence.handle not in result.unguided])
         self._rows.extend(rows)
-        self._token_ids.update(token_ids)
-        self._logprobs.update(result.logprobs)
+        self._sampled.update(result)
 
     def _shrink(self, rows: tuple[Row, ...], error: Exception) -> None:
         """Go on in halves; a single token is tried again, since memory may have come free."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy.typing as npt
 from octavo.sampling import StructuredOutput
 
 WORD_BITS: Final = 32
+_MAX_PROBLEM: Final = 200
+"""Libraries quote the whole grammar."""
 Mask = npt.NDArray[np.int32]
 """One bit per token of the vocabulary, lowest first: set where the token is allowed."""
 
@@ -19,8 +22,27 @@ def allowed_ids(mask: Mask) -> npt.NDArray[np.int64]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
 
+def is_allowed(mask: Mask, token_id: int) -> bool:
+    """Return whether a mask allows a token."""
+    return bool(mask[token_id // WORD_BITS] >> (token_id % WORD_BITS) & 1)
+
+
 class GrammarError(Exception):
     """A constraint cannot be compiled, or a sequence cannot go on under it; the message says why."""
+
+    def __init__(self, problem: str) -> None:
+        line = " ".join(problem.split())
+        super().__init__(line if len(line) <= _MAX_PROBLEM else f"{line[:_MAX_PROBLEM]}…")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens of a model, as its tokenizer.json has them."""
+
+    tokenizer_json: str
+    size: int
+    """Of the model's logits, which may be more than the tokenizer has."""
+    stop_token_ids: tuple[int, ...]
 
 
 class Matcher(Protocol):
@@ -46,6 +68,10 @@ class CompiledGrammar(Protocol):
 
 class GrammarBackend(Protocol):
     """Compiles constraints. Calls may take long, and may be made from any thread."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens over which it compiles."""
 
     def compile(self, structured: StructuredOutput) -> CompiledGrammar:
         """Compile a constraint.

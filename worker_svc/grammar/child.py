@@ -14,6 +14,8 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Final
 
@@ -21,11 +23,20 @@ import numpy as np
 from octavo.sampling import StructuredOutput
 from octavo.service.memory import return_what_is_freed
 
-from worker_svc.grammar.backend import WORD_BITS, CompiledGrammar, GrammarError, allowed_ids
-from worker_svc.grammar.xgrammar_backend import Vocabulary, XGrammarBackend
+from worker_svc.grammar.backend import (
+    WORD_BITS,
+    CompiledGrammar,
+    GrammarBackend,
+    GrammarError,
+    Vocabulary,
+    allowed_ids,
+)
+from worker_svc.grammar.backends import Backends
 
 HEADER: Final = struct.Struct("<Q")
-MAX_GRAMMAR_BYTES: Final = 16 << 20
+COMPILE_LIMIT_S: Final = 5
+"""What compiling one constraint may take, of the CPU."""
+MAX_GRAMMAR_BYTES: Final = 48 << 20
 """What a compiled grammar may take."""
 _MEMORY_BYTES: Final = 192 << 20
 """What compiling may take beside what the process has when it begins."""
@@ -59,27 +70,33 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Take the vocabulary and say that we listen, then compile until there is nothing more."""
     vocabulary = read_frame(requests)
     assert isinstance(vocabulary, Vocabulary)
-    backend = XGrammarBackend(vocabulary)
-    _limit_memory()
+    backends = Backends(vocabulary)
     write_frame(replies, None)
     while True:
         structured = read_frame(requests)
         assert isinstance(structured, StructuredOutput)
-        write_frame(replies, _answer(backend, structured))
+        write_frame(replies, _answer(backends, structured))
 
 
-def _answer(backend: XGrammarBackend, structured: StructuredOutput) -> bytes | GrammarError:
+def _answer(backends: Backends, structured: StructuredOutput) -> bytes | GrammarError:
     try:
-        compiled = backend.compile(structured)
-        if compiled.size_bytes > MAX_GRAMMAR_BYTES:
-            megabytes, most = compiled.size_bytes / 2**20, MAX_GRAMMAR_BYTES / 2**20
-            return GrammarError(f"it compiles to {megabytes:.0f} MiB, and {most:.0f} are allowed")
-        _try(compiled, backend.vocabulary)
-        return backend.serialize(compiled)
+        # Not within the limits: a library may have to be loaded first.
+        backend = backends.of(structured)
+        with _limited():
+            return _compiled(backend, structured)
     except MemoryError:
         return GrammarError("compiling it takes too much memory")
     except GrammarError as error:
         return error
+
+
+def _compiled(backend: GrammarBackend, structured: StructuredOutput) -> bytes:
+    compiled = backend.compile(structured)
+    if compiled.size_bytes > MAX_GRAMMAR_BYTES:
+        megabytes, most = compiled.size_bytes / 2**20, MAX_GRAMMAR_BYTES / 2**20
+        raise GrammarError(f"it compiles to {megabytes:.0f} MiB, and {most:.0f} are allowed")
+    _try(compiled, backend.vocabulary)
+    return backend.serialize(compiled)
 
 
 def _try(compiled: CompiledGrammar, vocabulary: Vocabulary) -> None:
@@ -106,13 +123,24 @@ def _try(compiled: CompiledGrammar, vocabulary: Vocabulary) -> None:
             raise GrammarError(f"{_TRIAL_TOKENS} tokens under it take {took_s:.1f} s")
 
 
-def _limit_memory() -> None:
-    try:
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Let the system end this process when it takes too much time or memory for one constraint.
+
+    Time of the CPU, so that a busy machine is nobody's fault.
+    """
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limits = {resource.RLIMIT_CPU: int(used.ru_utime + used.ru_stime + COMPILE_LIMIT_S) + 1}
+    with suppress(OSError):  # Where there is no /proc, time must do.
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # Not Linux.
-        return
-    limit = pages * resource.getpagesize() + _MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + _MEMORY_BYTES
+    for limit, value in limits.items():
+        resource.setrlimit(limit, (value, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        for limit in limits:
+            resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def main() -> None:

@@ -9,16 +9,15 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import numpy as np
 from octavo.sampling import StructuredOutput
 
-from worker_svc.grammar.backend import WORD_BITS, CompiledGrammar, GrammarError, Mask, Matcher
+from worker_svc.grammar.backend import WORD_BITS, CompiledGrammar, GrammarError, Mask, Matcher, Vocabulary
+from worker_svc.grammar.backends import Backends
 from worker_svc.grammar.compiler import CompilerChild, GrammarCompiler
 from worker_svc.grammar.threads import Threads
-from worker_svc.grammar.xgrammar_backend import Vocabulary, XGrammarBackend
 
 _PATIENCE_S: Final = 0.005
 """So long a computed step waits for masks when others are in it, who have none to wait for,"""
@@ -174,12 +173,13 @@ class Grammars:
         """Begin without any; what compiles them is started when it is first needed.
 
         Raises:
-            GrammarError: there is no library of grammars.
+            GrammarError: there is no library of grammars, or none for this vocabulary.
         """
-        if importlib.util.find_spec("xgrammar") is None:
-            raise GrammarError("xgrammar is not installed")
+        for library in ("llguidance", "xgrammar"):
+            if importlib.util.find_spec(library) is None:
+                raise GrammarError(f"{library} is not installed")
         self._vocab_size = vocabulary.size
-        self._compiler = GrammarCompiler(partial(XGrammarBackend, vocabulary), CompilerChild(vocabulary))
+        self._compiler = GrammarCompiler(Backends(vocabulary), CompilerChild(vocabulary))
         self._makers = Makers(Threads(_MASK_THREADS, "grammar-masks"), Threads(1, "grammar-beginnings"))
 
     def warm_up(self) -> None:

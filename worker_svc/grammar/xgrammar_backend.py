@@ -1,4 +1,4 @@
-"""Grammars by xgrammar."""
+"""Grammars and structural tags by xgrammar."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ import numpy as np
 from octavo.sampling import StructuredOutput
 from tokenizers import Tokenizer
 
-from worker_svc.grammar.backend import CompiledGrammar, GrammarError, Mask, Matcher
+from worker_svc.grammar.backend import CompiledGrammar, GrammarError, Mask, Matcher, Vocabulary
 
-_ANY_OBJECT: Final = '{"type": "object"}'
 _PLACE: Final = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
-_MAX_WORDS: Final = 200
 
 
 def _import_xgrammar() -> Any:
@@ -36,22 +34,12 @@ def _import_xgrammar() -> Any:
         del sys.modules["transformers"]
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The tokens of a model, as its tokenizer.json has them."""
-
-    tokenizer_json: str
-    size: int
-    """Of the model's logits, which may be more than the tokenizer has."""
-    stop_token_ids: tuple[int, ...]
-
-
 class XGrammarBackend:
     """A `GrammarBackend` over one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Read the vocabulary; raises GrammarError when it cannot be read."""
-        self.vocabulary = vocabulary
+        self._vocabulary = vocabulary
         self._xgrammar = xgrammar = _import_xgrammar()
         try:
             # Its registers are those of a Hugging Face tokenizer, which is not needed for the rest.
@@ -66,6 +54,11 @@ class XGrammarBackend:
         except (RuntimeError, ValueError) as error:
             raise GrammarError(f"xgrammar cannot read the model's vocabulary: {_words(error)}") from None
         self._compiler = xgrammar.GrammarCompiler(self._tokens, max_threads=1, cache_enabled=False)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens over which it compiles."""
+        return self._vocabulary
 
     def compile(self, structured: StructuredOutput) -> CompiledGrammar:
         """Compile a constraint; raises GrammarError."""
@@ -85,20 +78,9 @@ class XGrammarBackend:
         return XGrammar(self._xgrammar, handle)
 
     def _compile(self, structured: StructuredOutput) -> Any:
-        compiler = self._compiler
-        compact = structured.compact or False
-        layout = {"any_whitespace": not compact, "separators": (",", ":") if compact else None}
-        if structured.json_schema is not None:
-            return compiler.compile_json_schema(structured.json_schema, **layout)
-        if structured.json_object is not None:
-            return compiler.compile_json_schema(_ANY_OBJECT, **layout)
-        if structured.regex is not None:
-            return compiler.compile_regex(structured.regex)
-        if structured.choice is not None:
-            return compiler.compile_grammar(_one_of(structured.choice))
         if structured.structural_tag is not None:
             return self._compile_tag(structured.structural_tag)
-        return compiler.compile_grammar(structured.grammar)
+        return self._compiler.compile_grammar(structured.grammar)
 
     def _compile_tag(self, text: str) -> Any:
         tag = json.loads(text)
@@ -155,12 +137,6 @@ def _tokens_of(vocabulary: Vocabulary) -> list[str]:
     return tokens
 
 
-def _one_of(choices: Iterable[str]) -> str:
-    """Return the grammar of one of these texts; what JSON escapes, xgrammar's EBNF reads."""
-    return "root ::= " + " | ".join(json.dumps(choice) for choice in choices)
-
-
 def _words(error: Exception) -> str:
     """Return what xgrammar says, without where in its sources it says it."""
-    text = _PLACE.sub("", str(error).strip()) or type(error).__name__
-    return text if len(text) <= _MAX_WORDS else f"{text[:_MAX_WORDS]}…"
+    return _PLACE.sub("", str(error).strip()) or type(error).__name__

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from octavo.protocol.steps import Priority, TokenLogprobs
+from octavo.protocol.steps import Pooling, Priority, TokenLogprobs
 from octavo.sampling import SamplingParams
 
 from worker_svc.grammar.guide import Guide, late_of
@@ -56,8 +56,14 @@ class SequenceData:
     choice: int = 0
     priority: Priority = Priority.STANDARD
     adapter: str | None = None
+    score_from: int | None = None
+    """Log probabilities are wanted of the prompt's tokens from this index on."""
+    pooling: Pooling | None = None
+    """The vector of the tokens is wanted."""
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    pooled: list[float] | None = None
+    """What of its vector is computed, before it is given a length of 1."""
     prefill_done: bool = False
     hold_after_finish: bool = False
     held: bool = False
@@ -85,6 +91,21 @@ class Row:
     num_tokens: int
     sample: bool
 
+    @property
+    def scored(self) -> range:
+        """Indices of prompt tokens whose log probabilities this row yields, from the token before each."""
+        sequence = self.sequence
+        if sequence.score_from is None:
+            return range(0)
+        end = min(self.start + self.num_tokens + 1, sequence.prompt_len)
+        return range(max(sequence.score_from, self.start + 1), end)
+
+    @property
+    def pooled(self) -> Pooling | None:
+        """How its hidden states go into the vector of its sequence; None where they do not."""
+        pooling = self.sequence.pooling
+        return pooling if self.sample or pooling is Pooling.MEAN else None
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
@@ -103,12 +124,24 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens of the rows with `sample`, by handle, and log probabilities where asked for."""
+    """Sampled tokens of the rows with `sample`, by handle, and what else was asked for."""
 
     token_ids: dict[int, int]
     logprobs: dict[int, TokenLogprobs]
     unguided: frozenset[int] = frozenset()
     """Decodes without a token, since it was not known in time what their grammars allow."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Of the tokens that are `scored` by a row."""
+    pooled: dict[int, list[float]] = field(default_factory=dict)
+    """Of rows that are `pooled`: the sum of the hidden states of their tokens, after the last norm, or that
+    of the last token."""
+
+    def update(self, other: StepResult) -> None:
+        """Add what came of other rows, but for what was `unguided`."""
+        self.token_ids.update(other.token_ids)
+        self.logprobs.update(other.logprobs)
+        self.prompt_logprobs.update(other.prompt_logprobs)
+        self.pooled.update(other.pooled)
 
 
 def guided_rows(rows: Iterable[Row]) -> tuple[dict[int, Guide], frozenset[int]]:

@@ -12,13 +12,25 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from octavo.protocol.steps import Pooling
 from octavo.sampling import SamplingParams
 from octavo.steptimes import StepTimes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from worker_svc.errors import NothingAllowed
 from worker_svc.grammar.backend import allowed_ids
+from worker_svc.grammar.guide import Guide
 from worker_svc.models.text import ModelText
-from worker_svc.runner.base import BlockCopy, LoadedModel, StepBatch, StepResult, guided_rows
+from worker_svc.runner.base import (
+    BlockCopy,
+    LoadedModel,
+    Row,
+    SequenceData,
+    StepBatch,
+    StepResult,
+    guided_rows,
+)
+from worker_svc.runner.restrictions import Restrictions
 
 BUILT_IN: Final = "sim"
 KV_BYTES_PER_TOKEN: Final = 23_040
@@ -26,6 +38,7 @@ KV_BYTES_PER_TOKEN: Final = 23_040
 DEVICE_BYTES: Final = 8 * 2**30
 COPY_BYTES_PER_S: Final = 10e9
 CONTEXT: Final = 8192
+VECTOR_SIZE: Final = 16
 
 _SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _EOS: Final = 2
@@ -79,26 +92,44 @@ class SimRunner:
 
     def supports(self, sampling: SamplingParams) -> str | None:
         """Refuse what would need a model."""
-        if sampling.logprobs is not None:
+        if sampling.logprobs is not None or sampling.logprob_token_ids:
             return "logprobs: simulated tokens have no probabilities"
+        if sampling.prompt_logprobs is not None:
+            return "prompt_logprobs: simulated tokens have no probabilities"
         return None
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Sleep, then make up the tokens."""
         self._sleep(self._times.seconds(*self._load_of(batch)) / self._speed)
-        token_ids = {}
         guides, unguided = guided_rows(batch.rows)
+        result = StepResult({}, {}, unguided)
         for row in batch.rows:
-            if row.sample and row.sequence.handle not in unguided:
-                sequence = row.sequence
+            sequence = row.sequence
+            if row.sample and sequence.handle not in unguided:
                 position = row.start + row.num_tokens
                 noise = _noise(
                     sequence.sampling.seed or 0, sequence.choice, position, sequence.token_ids[position - 1]
                 )
-                guide = guides.get(sequence.handle)
-                allowed = self._vocabulary if guide is None else allowed_ids(guide.mask)
-                token_ids[sequence.handle] = int(allowed[noise % len(allowed)])
-        return StepResult(token_ids, {}, unguided)
+                token_id = self._token(sequence, guides.get(sequence.handle), noise)
+                result.token_ids[sequence.handle] = token_id
+            if row.pooled is not None:
+                result.pooled[sequence.handle] = _vector(row, row.pooled)
+        return result
+
+    def _token(self, sequence: SequenceData, guide: Guide | None, noise: int) -> int:
+        tokens: Seq[int] = self._vocabulary if guide is None else allowed_ids(guide.mask).tolist()
+        sampling = sequence.sampling
+        if sampling.allowed_token_ids or sampling.bad_words_token_ids:
+            restrictions = Restrictions(sequence, (), self._info.vocab_size)
+            if restrictions.allowed:
+                # Without a grammar also those that end.
+                permitted = set(restrictions.allowed if guide is None else tokens)
+                tokens = [token_id for token_id in restrictions.allowed if token_id in permitted]
+            banned = restrictions.bans(sequence)
+            tokens = [token_id for token_id in tokens if token_id not in banned]
+        if not tokens:
+            raise NothingAllowed((sequence.handle,))
+        return tokens[noise % len(tokens)]
 
     def copy_to_host(self, copies: Seq[BlockCopy]) -> None:
         """Sleep for as long as the copies would take."""
@@ -172,6 +203,18 @@ def _noise(seed: int, choice: int, position: int, previous: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state
+
+
+def _vector(row: Row, pooling: Pooling) -> list[float]:
+    """Return what a row adds to the vector of its sequence: numbers that follow from its tokens."""
+    token_ids = row.sequence.token_ids[row.start : row.start + row.num_tokens]
+    if pooling is Pooling.LAST:
+        return _made_up(token_ids[-1])
+    return [sum(column) for column in zip(*map(_made_up, token_ids), strict=True)]
+
+
+def _made_up(token_id: int) -> list[float]:
+    return [_noise(token_id, 0, place, 0) / 2**63 - 1.0 for place in range(VECTOR_SIZE)]
 
 
 def byte_level_tokenizer() -> str:

@@ -17,9 +17,8 @@ from worker_svc.engine.engine import EngineConfig, WorkerEngine
 from worker_svc.engine.faults import Fault, FaultKind, Faults, FaultyRunner
 from worker_svc.engine.loop import Loaded
 from worker_svc.errors import InvalidSettings
-from worker_svc.grammar.backend import GrammarError
+from worker_svc.grammar.backend import GrammarError, Vocabulary
 from worker_svc.grammar.guide import Grammars
-from worker_svc.grammar.xgrammar_backend import Vocabulary
 from worker_svc.models.files import ModelFormat, ResolvedModel
 from worker_svc.models.progress import Progress
 from worker_svc.runner.base import LoadedModel, ModelRunner

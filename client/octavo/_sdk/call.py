@@ -84,9 +84,11 @@ class Call:
         "_request",
         "accepted",
         "done",
+        "embedding",
         "ends_to_come",
         "error",
         "no_worker_s",
+        "prompt_logprobs",
         "request_id",
         "timer",
         "trouble_since",
@@ -97,6 +99,9 @@ class Call:
     ) -> None:
         self.request_id = request.request_id
         self.accepted: Accepted | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """As far as they have come; whole before the first output."""
+        self.embedding: tuple[float, ...] = ()
         self.ends_to_come = 0
         """Choices of which the server that has it will still tell the end."""
         self.done = False
@@ -161,6 +166,7 @@ class Call:
             rest.accepted_as.prompt_tokens = self.accepted.prompt_tokens
             if self.accepted.clamped_max_tokens is not None:
                 rest.accepted_as.clamped_max_tokens = self.accepted.clamped_max_tokens
+        rest.scored_tokens = len(self.prompt_logprobs)
         for index, output in enumerate(self._outputs):
             if output.finished is not None:
                 rest.resume.add(choice=index, finished=True)
@@ -194,12 +200,21 @@ class Call:
                     self.accepted = wire.accepted(event.accepted)
                 if self._live:
                     self._on_change()
+            case "prompt_logprobs":
+                self._add_prompt_logprobs(event.prompt_logprobs)
+            case "embedding":
+                self.embedding = tuple(event.embedding.values)
             case "progress":
                 self.no_worker_s = event.progress.waited_ms / 1000
             case "error":
                 self.fail(error_of(wire.error_info(event.error)))
             case None:
                 pass  # Of a kind that this version does not know.
+
+    def _add_prompt_logprobs(self, scored: pb.PromptLogprobs) -> None:
+        self.trouble_since, self.no_worker_s = None, 0.0
+        known = len(self.prompt_logprobs) - scored.first_position
+        self.prompt_logprobs += wire.logprobs(scored.tokens)[max(0, known) :]
 
     def _finish_choice(self, finished: pb.Finished) -> None:
         self.ends_to_come -= 1
@@ -278,6 +293,8 @@ class Call:
             None if self.accepted is None else self.accepted.seed,
             None if self.accepted is None else self.accepted.level,
             self.accepted is not None and self.accepted.in_reasoning,
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            embedding=self.embedding,
         )
 
 

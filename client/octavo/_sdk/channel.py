@@ -58,6 +58,8 @@ _DIAL_TIMEOUT_S: Final = 5.0
 # One of several that has not answered for this long is not waited for alone.
 _STAGGER_S: Final = 0.3
 _HEALTH_TIMEOUT_S: Final = 2.0
+# A scheduler that runs says how it is within this time, however busy it is.
+_STILL_S: Final = 0.75
 # grpc.health.v1, without its package: an empty request asks for the server as a whole, the answer's first
 # field is its state.
 HEALTH_METHOD: Final = "/grpc.health.v1.Health/Check"
@@ -142,14 +144,14 @@ def parse_tls(given: Tls | None) -> Tls | None:
     """Return how to connect: as was given, or as the environment says, if it does.
 
     Raises:
-        InvalidRequestError: a file cannot be read.
+        InvalidRequestError: a file cannot be used.
     """
     tls = given or Tls.from_environment()
     if tls is not None:
         try:
-            tls.read()
-        except OSError as error:
-            raise InvalidRequestError.of_fields(("tls", f"{error.filename}: {error.strerror}")) from None
+            tls.check()
+        except (OSError, ValueError) as error:
+            raise InvalidRequestError.of_fields(("tls", str(error))) from None
     return tls
 
 
@@ -307,6 +309,21 @@ class Endpoints:
             await left.close()
         return True
 
+    async def another_serves(self, endpoint: str) -> bool:
+        """Return whether any but this one takes requests, as far as a moment can tell."""
+        others = [self._serves_at_once(one) for one in self._order if one != endpoint]
+        return any(await asyncio.gather(*others))
+
+    async def _serves_at_once(self, endpoint: str) -> bool:
+        with suppress(UnavailableError, TimeoutError):
+            async with asyncio.timeout(_STILL_S):
+                connection = await self._dial(endpoint)
+                try:
+                    return await _serves(connection)
+                finally:
+                    await connection.close()
+        return False
+
     async def once(self, endpoint: str | None, call: Callable[[Connection], Awaitable[_T]]) -> _T:
         """Make a call that must reach the scheduler that is meant, and none in its place: one attempt.
 
@@ -407,11 +424,20 @@ async def _serves(connection: Connection) -> bool:
         return error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def _is_serving(connection: Connection) -> bool:
+async def stands_still(connection: Connection) -> bool:
+    """Return whether a scheduler does not answer at all; one whose connection is gone has not that fault."""
+    try:
+        await _is_serving(connection, _STILL_S)
+    except grpc.aio.AioRpcError as error:
+        return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    return False
+
+
+async def _is_serving(connection: Connection, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
     check = connection.channel.unary_unary(
         HEALTH_METHOD, request_serializer=bytes, response_deserializer=bytes
     )
-    return bytes(await check(b"", timeout=_HEALTH_TIMEOUT_S)) == SERVING
+    return bytes(await check(b"", timeout=timeout_s)) == SERVING
 
 
 async def _why(connection: Connection) -> str:

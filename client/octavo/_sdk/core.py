@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from octavo._sdk import wire
@@ -56,6 +56,16 @@ class Core:
         finally:
             transport.cancel(call)
         return call.result()
+
+    async def run_all(self, requests: Iterable[pb.GenerateRequest]) -> list[GenerateResult]:
+        """Return the outcomes of several; the first that fails ends the others."""
+        tasks = [asyncio.create_task(self.run(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def unary(self, call: Callable[[Connection], Awaitable[_T]]) -> _T:
         """Return the answer to a call that may safely be made again."""

@@ -21,7 +21,7 @@ import grpc.aio
 
 from octavo._sdk import wire
 from octavo._sdk.call import GRACE_S, Call
-from octavo._sdk.channel import Connection, Endpoints, from_rpc
+from octavo._sdk.channel import Connection, Endpoints, from_rpc, stands_still
 from octavo.errors import (
     AccessDeniedError,
     ClientClosedError,
@@ -40,6 +40,11 @@ _FIRST_DELAY_S: Final = 0.05
 _MAX_DELAY_S: Final = 1.0
 # The loss of a stream older than this is a new trouble, not more of the last one.
 _SETTLED_S: Final = 5.0
+# A scheduler that says nothing for this long while requests run on it is asked whether it stands still.
+_SILENT_S: Final = 1.0
+# If so, the others are asked this often whether one of them serves by now, so many times; then it, once more.
+_LOOK_AGAIN_S: Final = 0.25
+_LOOKS: Final = 4
 # Requests that are sent in one message have this many bytes at most, unless one alone has more.
 _TOGETHER_BYTES: Final = 1 << 18
 # A stream that ends with one of these may be made again.
@@ -77,7 +82,11 @@ class SessionStream:
         self.leaving: dict[str, int] = {}
         """Requests cancelled here, and how many ends the server has still to tell of each."""
         self.credits = 0
-        self.opened_at = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self.opened_at = self.heard_at = self._loop.time()
+        """`heard_at` is when anything came, or was first to be expected."""
+        self.listener: asyncio.Task[None] | None = None
+        """Watches for silence while requests run."""
         self._on_message = on_message
         self._on_lost = on_lost
         self._outbox: deque[pb.SessionRequest | pb.GenerateRequest] = deque()
@@ -93,6 +102,8 @@ class SessionStream:
 
     def submit(self, call: Call, now: float) -> None:
         """Send a request, or what is left of it to do."""
+        if not self.calls:
+            self.heard_at = now
         self.calls[call.request_id] = call
         self.post(call.to_send(now))
 
@@ -114,9 +125,10 @@ class SessionStream:
         """End the call and its connection."""
         self._closing = True
         self._rpc.cancel()
-        for task in self._tasks:
+        tasks = [*self._tasks, *([self.listener] if self.listener is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.connection.close()
 
     async def _read(self) -> None:
@@ -124,6 +136,7 @@ class SessionStream:
         error: OctavoError = InternalError("an event of the service could not be read")
         try:
             while isinstance(message := await self._rpc.read(), pb.SessionEvent):
+                self.heard_at = self._loop.time()
                 self._on_message(self, message)
             code, error = grpc.StatusCode.OK, UnavailableError("the scheduler ended the stream")
         except grpc.aio.AioRpcError as rpc_error:
@@ -276,6 +289,38 @@ class Transport:
             if self._paced:
                 self._begin(call)
             self._stream.submit(call, now)
+        if len(self._endpoints) > 1 and self._stream.calls:
+            self._listen_to(self._stream)
+
+    def _listen_to(self, stream: SessionStream) -> None:
+        """Watch a stream with requests, if nobody does yet."""
+        if stream.listener is None or stream.listener.done():
+            stream.listener = asyncio.create_task(self._listen(stream))
+
+    async def _listen(self, stream: SessionStream) -> None:
+        """While requests run on a stream, leave it when its scheduler stands still and another one serves.
+
+        A connection to a process that stands still does not break, and the keepalive takes seconds. What is
+        slow is not left: it answers. What stands still is not left either until the others have its workers.
+        """
+        endpoint = stream.connection.endpoint
+        while stream.calls:
+            heard_at = stream.heard_at
+            if (left_s := heard_at + _SILENT_S - self._loop.time()) > 0:
+                await asyncio.sleep(left_s)
+                continue
+            if not await stands_still(stream.connection):
+                stream.heard_at = self._loop.time()
+                continue
+            for _ in range(_LOOKS):
+                serves = await self._endpoints.another_serves(endpoint)
+                if stream.heard_at != heard_at:
+                    break
+                if serves:
+                    error = UnavailableError(f"{endpoint} stands still")
+                    self._on_lost(stream, grpc.StatusCode.UNAVAILABLE, error)
+                    return
+                await asyncio.sleep(_LOOK_AGAIN_S)
 
     def _pause_for(self, delay_s: float) -> None:
         """Send nothing for a while: a batch waits for its tenant's quota instead of failing on it."""

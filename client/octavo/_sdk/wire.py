@@ -11,10 +11,13 @@ from typing import Any, Final, cast
 
 from octavo.errors import ErrorInfo, FieldViolation, InvalidRequestError
 from octavo.keys import QUOTAS, Quotas
+from octavo.parsing.events import Content
+from octavo.parsing.formats import THOUGHTS_AS_TEXT
+from octavo.parsing.output import OutputForm, parse
 from octavo.protocol.bounds import MAX_MESSAGE_BYTES
 from octavo.protocol.convert_sampling import sampling_to_proto
 from octavo.protocol.scalars import Scalars, given
-from octavo.protocol.steps import FinishReason, Priority, TokenLogprobs
+from octavo.protocol.steps import FinishReason, Pooling, Priority, TokenLogprobs
 from octavo.sampling import OF_MODEL, SamplingParams
 from octavo.status import (
     HistoryPoint,
@@ -48,12 +51,16 @@ from octavo.v1 import common_pb2, operations_pb2
 from octavo.v1 import generation_pb2 as pb
 
 _SAMPLING: Final = frozenset(field.name for field in fields(SamplingParams))
+_TUPLES: Final = frozenset({"stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids"})
 _SECONDS: Final = ("queue_timeout", "ttft_deadline", "deadline")
-_TERMS: Final = ("may_trim", "keep_head_tokens", "keep_tail_tokens", "may_shed", "cache_salt")
-_PLAIN: Final = ("model", "request_id", "skip_text", "keep_special_tokens", "api_key")
+_TERMS: Final = ("may_trim", "keep_head_tokens", "keep_tail_tokens", "may_shed", "cache_salt", "order")
+_PLAIN: Final = (
+    *("model", "request_id", "skip_text", "keep_special_tokens", "api_key"),
+    *("truncate_prompt_tokens", "stream_interval", "thinking_token_budget"),
+)
 _POOL: Final = Scalars(PoolStatus, operations_pb2.PoolStatus)
 _TENANT: Final = Scalars(TenantStatus, operations_pb2.TenantStatus, "quotas")
-_CHAT: Final = ("tools", "template_vars", "add_generation_prompt")
+_CHAT: Final = ("tools", "template_vars", "add_generation_prompt", "continue_final_message", "documents")
 
 
 def text_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
@@ -76,6 +83,14 @@ def text_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateReque
             request.tokens.ids.extend(prompt)
         request.tokens.SetInParent()
     return request
+
+
+def embed_requests(inputs: Prompt | Sequence[Prompt], options: Mapping[str, Any]) -> list[pb.GenerateRequest]:
+    """Return a request for each input: a text, or token ids, is one; raises as `text_request` does."""
+    given = {"pooling": "last", "skip_text": True, **options}
+    if isinstance(inputs, str) or not inputs or isinstance(inputs[0], int):
+        return [text_request(cast("Prompt", inputs), given)]
+    return [text_request(prompt, given) for prompt in cast("Sequence[Prompt]", inputs)]
 
 
 def chat_request(messages: Messages, options: Mapping[str, Any]) -> pb.GenerateRequest:
@@ -154,6 +169,10 @@ def chat(messages: Messages, options: Mapping[str, Any]) -> pb.Chat:
         message.template_vars_json = _json("chat.template_vars_json", dict(options["template_vars"]))
     if options.get("add_generation_prompt") is not None:
         message.add_generation_prompt = options["add_generation_prompt"]
+    if options.get("continue_final_message"):
+        message.continue_final_message = True
+    if options.get("documents"):
+        message.documents_json = _json("chat.documents_json", list(options["documents"]))
     return message
 
 
@@ -174,9 +193,8 @@ def _turn(index: int, turn: Mapping[str, Any]) -> ChatMessage:
 
 def _request(options: Mapping[str, Any]) -> pb.GenerateRequest:
     request = pb.GenerateRequest(return_token_ids=True)
-    unknown = (
-        options.keys() - _SAMPLING - {"sampling", "response_format", "priority", *_SECONDS, *_TERMS, *_PLAIN}
-    )
+    own = {"sampling", "response_format", "priority", "pooling", *_SECONDS, *_TERMS, *_PLAIN}
+    unknown = options.keys() - _SAMPLING - own
     if unknown:
         raise TypeError(f"unknown option {min(unknown)!r}")
     for name in _PLAIN:
@@ -194,6 +212,8 @@ def _request(options: Mapping[str, Any]) -> pb.GenerateRequest:
         if options.get(name) is not None:
             with naming(f"terms.{name}"):
                 setattr(request.terms, name, options[name])
+    if options.get("pooling") is not None:
+        request.embedding.pooling = _pooling(options["pooling"])
     if options.get("priority") is not None:
         request.terms.priority = cast("common_pb2.Priority.ValueType", _priority(options["priority"]).value)
     return request
@@ -204,16 +224,21 @@ def parsed(result: GenerateResult, options: Mapping[str, Any]) -> GenerateResult
     wanted: Any = options.get("response_format")
     if result.finish_reason is not FinishReason.STOP or not hasattr(wanted, "model_validate_json"):
         return result
-    return replace(result, parsed=wanted.model_validate_json(result.text))
+    found = parse(
+        result.text, OutputForm(reasoning_format=THOUGHTS_AS_TEXT), in_reasoning=result.in_reasoning
+    )
+    words = "".join(part.text for part in found if part.kind is Content)
+    return replace(result, parsed=wanted.model_validate_json(words))
 
 
 def _sampling(options: Mapping[str, Any]) -> SamplingParams | None:
     given = {name: options[name] for name in _SAMPLING & options.keys() if options[name] is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = (given["stop"],)
-    for name in ("stop", "stop_token_ids"):
-        if name in given:
-            given[name] = tuple(given[name])
+    for name in _TUPLES & given.keys():
+        given[name] = tuple(given[name])
+    if "bad_words_token_ids" in given:
+        given["bad_words_token_ids"] = tuple(map(tuple, given["bad_words_token_ids"]))
     if (wanted := options.get("response_format")) is not None:
         try:
             given["structured"] = of_response_format(wanted)
@@ -247,6 +272,16 @@ def milliseconds(field: str, seconds: float) -> int:
         problem = f"must be between 0 and {2**32 // 1000} seconds, got {seconds}"
         raise InvalidRequestError.of_fields((field, problem))
     return math.ceil(value)
+
+
+def _pooling(value: str) -> common_pb2.Pooling.ValueType:
+    try:
+        return common_pb2.Pooling.ValueType(Pooling[value.upper()])
+    except KeyError:
+        names = " or ".join(one.name.lower() for one in Pooling)
+        raise InvalidRequestError.of_fields(
+            ("embedding.pooling", f"must be {names}, got {value!r}")
+        ) from None
 
 
 def _priority(value: Priority | str) -> Priority:

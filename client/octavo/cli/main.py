@@ -36,6 +36,7 @@ COMMANDS: Final = {
     "worker": ("octavo.cli.services", "run a worker"),
     "gateway": ("octavo.cli.services", "run the OpenAI-compatible HTTP gateway"),
     "generate": ("octavo.cli.generate", "complete a prompt"),
+    "embed": ("octavo.cli.embed", "print the vectors of texts"),
     "chat": ("octavo.cli.chat", "talk to a model"),
     "batch": ("octavo.cli.batch", "run a file of requests, for throughput"),
     "status": ("octavo.cli.status", "show what a scheduler is doing"),

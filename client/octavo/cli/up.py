@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import time
 from contextlib import suppress
@@ -51,6 +52,12 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         "--insecure",
         action="store_true",
         help="with a --host beyond loopback: serve in plaintext, to whoever reaches the ports",
+    )
+    parser.add_argument(
+        "--tls",
+        type=Path,
+        metavar="DIR",
+        help="folder of `octavo certs`: serve all ports over TLS, to those who have a certificate of it",
     )
     parser.add_argument(
         "--port", type=int, default=50051, help="port of the scheduler; 0 is any free one (default: 50051)"
@@ -180,7 +187,10 @@ def _live_requests(stack: Stack) -> int:
     """Return how many requests have come and not ended, none where a scheduler cannot tell."""
     live = 0
     for scheduler in stack.schedulers:
-        with suppress(OctavoError), Client(scheduler.address, connect_timeout=_WATCH_S) as client:
+        with (
+            suppress(OctavoError),
+            Client(scheduler.address, tls=stack.tls, connect_timeout=_WATCH_S) as client,
+        ):
             live += client.status().live_requests
     return live
 
@@ -210,6 +220,7 @@ def _stack(arguments: argparse.Namespace) -> Stack:
                 gateway_port=arguments.gateway_port,
                 gateway_args=arguments.gateway_arg,
                 insecure=arguments.insecure,
+                certs=arguments.tls,
                 metrics=arguments.metrics,
                 folder=arguments.logs or _log_folder(),
             )
@@ -220,7 +231,8 @@ def _stack(arguments: argparse.Namespace) -> Stack:
 
 def _has_keys(arguments: argparse.Namespace) -> bool:
     flags = " ".join(arguments.scheduler_arg)
-    return "--key-file" in flags or bool(os.environ.get("OCTAVO_SCHEDULER_KEY_FILE"))
+    variables = "OCTAVO_KEY_FILE", "OCTAVO_SCHEDULER_KEY_FILE"
+    return "--key-file" in flags or any(os.environ.get(name) for name in variables)
 
 
 def _port_or_none(text: str) -> int | None:
@@ -252,7 +264,8 @@ def _log_folder() -> Path:
 
 
 def _announce(stack: Stack) -> None:
-    with Client(stack.endpoint) as client:
+    scheme = "http" if stack.tls is None else "https"
+    with Client(stack.endpoint, tls=stack.tls) as client:
         models = ", ".join(f"{model.id} (context {model.max_model_len})" for model in client.models())
     default = stack.endpoint == "127.0.0.1:50051"
     flag = "" if default and stack.standby is None else f" --endpoint {stack.endpoints}"
@@ -261,12 +274,16 @@ def _announce(stack: Stack) -> None:
         print(f"  {scheduler.name:<9}  {scheduler.address}")
     for worker in stack.workers:
         print(f"  {worker.name:<9}  {worker.address}")
+    scheme = "http" if stack.tls is None else "https"
     if stack.gateway is not None:
-        print(f"  gateway    http://{stack.gateway.address}/v1")
+        print(f"  gateway    {scheme}://{stack.gateway.address}/v1")
     for name, address in stack.metrics_addresses.items():
-        print(f"  metrics    http://{address}/metrics  ({name})")
+        print(f"  metrics    {scheme}://{address}/metrics  ({name})")
     print()
     print("Try it:")
+    if stack.config.certs is not None and stack.tls is not None:
+        files = (("CA", stack.tls.ca), ("CERT", stack.tls.cert), ("KEY", stack.tls.key))
+        print("  export", *(f"OCTAVO_TLS_{name}={shlex.quote(str(path))}" for name, path in files))
     print(output.paint(f"  octavo chat{flag} --message '{QUESTION}'", "bold"))
     print()
     print("Ctrl-C stops everything.", flush=True)

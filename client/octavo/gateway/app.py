@@ -32,14 +32,22 @@ from octavo.gateway.dialects.messages_writer import MessagesWriter
 from octavo.gateway.dialects.responses_body import ResponsesRequest
 from octavo.gateway.dialects.responses_writer import ResponsesWriter
 from octavo.gateway.documents import ERRORS, answers
+from octavo.gateway.embedding_writer import EmbeddingWriter
 from octavo.gateway.errors import Failure, GatewayError, failure_of, failure_of_validation
 from octavo.gateway.formats import Formats
 from octavo.gateway.key_check import KeyCheck
 from octavo.gateway.metrics import Metrics, Observation
 from octavo.gateway.responses import EventResponse, Job, JobResponse, WholeResponse
 from octavo.gateway.routes import ROUTES, WITH_BODY
-from octavo.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from octavo.gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from octavo.gateway.writers import CompletionWriter, Head, Writer
+from octavo.parsing.formats import THOUGHTS_AS_TEXT
 from octavo.parsing.output import OutputForm
 from octavo.protocol.bounds import short
 from octavo.service.loop_lag import LoopLag
@@ -104,7 +112,7 @@ class Gateway:
     async def completions(self, body: CompletionRequest, request: Request) -> JobResponse:
         """Complete prompts."""
         options = translate.completion_options(body, request.headers)
-        prompts = translate.completion_prompts(body)
+        prompts = translate.prompts(body.prompt)
         head, headers = await self._head("cmpl", body.model, request)
         num_choices = body.n or 1
         key = translate.bearer_key(request.headers)
@@ -135,9 +143,13 @@ class Gateway:
 
     async def messages(self, body: MessagesRequest, request: Request) -> JobResponse:
         """Answer in a conversation, as Anthropic's API has it."""
-        return await self._converse(
-            messages_body.as_chat(body), request, "msg", MessagesWriter, messages_body.RENAMED
-        )
+        chat = messages_body.as_chat(body)
+        if chat.thinking_token_budget is not None:
+            _, reasoning_format = await self._formats.of(body.model)
+            if reasoning_format != THOUGHTS_AS_TEXT:
+                # Programs send one to any model.
+                chat = chat.model_copy(update={"thinking_token_budget": None})
+        return await self._converse(chat, request, "msg", MessagesWriter, messages_body.RENAMED)
 
     async def _converse(
         self,
@@ -158,6 +170,22 @@ class Gateway:
         observation = Observation(self.metrics, request.scope["route"].name)
         job = Job(asks, writer(head, form), body.n or 1, observation, self._write_timeout_s)
         return self._respond(job, body, headers, head, renamed)
+
+    async def embeddings(self, body: EmbeddingRequest, request: Request) -> JobResponse:
+        """Return the vectors of texts."""
+        options = translate.embedding_options(body, request.headers)
+        head, headers = await self._head("embd", body.model, request)
+        asks = [
+            CompletionAsk(self._client, prompt, {**options, "request_id": f"{head.id}-{number}"})
+            for number, prompt in enumerate(translate.prompts(body.input))
+        ]
+        observation = Observation(self.metrics, "embeddings")
+        job = Job(asks, EmbeddingWriter(body, head), 1, observation, self._write_timeout_s)
+        job.renamed = {"text": "input", "tokens.ids": "input", "terms.order": "priority"}
+        job.fields = {"request_id": head.id, "model": head.model, "stream": False}
+        if body.user is not None:
+            job.fields["user"] = body.user
+        return WholeResponse(job, headers)
 
     def _respond(
         self,

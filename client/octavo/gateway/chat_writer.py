@@ -104,6 +104,9 @@ class ChatWriter(ChoicesWriter):
         message = {"role": "assistant", "content": content, "refusal": None, **found}
         return {"message": message, "logprobs": logprobs}
 
+    def _more(self) -> dict[str, Any]:
+        return {"prompt_logprobs": self._scores[0]} if 0 in self._scores else {}
+
     def _reason(self, index: int, choice: Choice) -> str | None:
         reason = super()._reason(index, choice)
         # As with OpenAI and `vllm serve`: who has named the function is told of a usual end.

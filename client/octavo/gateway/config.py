@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from octavo._sdk.channel import DEFAULT_ENDPOINT, parse_endpoints
 from octavo.errors import InvalidRequestError
+from octavo.service.followed import warn_if_exposed
 from octavo.service.settings import Count, ProcessSection, Seconds, Section, ServerSection, ServiceSettings
 
 # Below the 16 MiB of a gRPC message: a body is text, and the message around it needs room.
@@ -67,7 +68,10 @@ class SchedulerSection(Section):
         Raises:
             OSError: the file cannot be read.
         """
-        return self.api_key_file.read_text(encoding="utf-8").strip() if self.api_key_file else None
+        if self.api_key_file is None:
+            return None
+        warn_if_exposed(self.api_key_file)
+        return self.api_key_file.read_text(encoding="utf-8").strip()
 
     @model_validator(mode="after")
     def _addresses(self) -> Self:

@@ -66,9 +66,21 @@ class CompletionLogprobsAnswer(BaseModel):
     """Log probabilities of a completion."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptTokenAnswer(BaseModel):
+    """A token in the place of one of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobsAnswer = list[dict[str, PromptTokenAnswer] | None]
+"""For each token of the prompt: by token id, itself and the best ones; the first has none."""
 
 
 class _ChoiceAnswer(BaseModel):
@@ -83,6 +95,7 @@ class CompletionChoice(_ChoiceAnswer):
 
     text: str
     logprobs: CompletionLogprobsAnswer | None
+    prompt_logprobs: PromptLogprobsAnswer | None = None
 
 
 class CompletionAnswer(BaseModel):
@@ -158,6 +171,33 @@ class ChatAnswer(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageAnswer
+    prompt_logprobs: PromptLogprobsAnswer | None = None
+
+
+class EmbeddingItem(BaseModel):
+    """The vector of one input, of length 1; as base64 where that was asked for."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    """What the inputs cost."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsAnswer(BaseModel):
+    """Vectors."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[EmbeddingItem]
+    usage: EmbeddingUsage
 
 
 class ModelAnswer(BaseModel):
@@ -247,6 +287,7 @@ class VersionAnswer(BaseModel):
 _ANSWERS: Final[dict[str, type[BaseModel]]] = {
     "completion": CompletionAnswer,
     "chat": ChatAnswer,
+    "embeddings": EmbeddingsAnswer,
     "response": ResponseAnswer,
     "message": MessagesAnswer,
     "token_count": TokenCountAnswer,
@@ -258,6 +299,7 @@ _ANSWERS: Final[dict[str, type[BaseModel]]] = {
     "version": VersionAnswer,
 }
 _GENERATING: Final = ("completion", "chat", "response", "message")
+_SCHEDULED: Final = (*_GENERATING, "embeddings")
 
 ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     "4XX": {"model": ErrorAnswer, "description": "refused; see docs/gateway.md for the codes"},
@@ -281,6 +323,7 @@ def answers(route: Route) -> dict[str, Any]:
         found["responses"] |= ANTHROPIC_ERRORS
     if kind in _GENERATING:
         answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    if kind in _SCHEDULED:
         found["openapi_extra"] = {"parameters": [_header(name) for name in HEADERS]}
     return found
 

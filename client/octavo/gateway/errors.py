@@ -232,11 +232,14 @@ def param_of(path: str, names: Mapping[str, str]) -> str:
     return path.removeprefix("sampling.").removeprefix("terms.")
 
 
+_WITHOUT_PATH: Final = ("logit_bias", "logprobs", "thinking_token_budget")
+
+
 def _param_in(message: str, names: Mapping[str, str]) -> str | None:
     """Return the parameter that a runner's refusal is about; it has words only."""
     if "structured" in message:
         return names["sampling.structured"]
-    return next((name for name in ("logit_bias", "logprobs") if name in message), None)
+    return next((name for name in _WITHOUT_PATH if name in message), None)
 
 
 def failure_of_validation(errors: Sequence[Mapping[str, Any]]) -> Failure:

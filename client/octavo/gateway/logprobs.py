@@ -37,6 +37,32 @@ class TokenTexts:
         return self._decoder.decode(entry.token_bytes), best
 
 
+def prompt_logprobs(entries: Sequence[TokenLogprobs], *, as_ids: bool) -> list[dict[str, Any] | None]:
+    """Return the `prompt_logprobs` of `vllm serve`: for each token of a prompt, itself and the best ones."""
+    texts, found = TokenTexts(as_ids=as_ids), list[dict[str, Any] | None]()
+    for entry in entries:
+        name, best = texts.at(entry)
+        if not entry.rank:
+            found.append(None)
+            continue
+        alternatives = zip(entry.top_token_ids, entry.top_logprobs, best, strict=True)
+        ranked = [
+            (token_id, logprob, rank, text)
+            for rank, (token_id, logprob, text) in enumerate(alternatives, start=1)
+            if token_id != entry.token_id
+        ]
+        found.append(
+            {
+                str(token_id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+                for token_id, logprob, rank, text in [
+                    (entry.token_id, entry.logprob, entry.rank, name),
+                    *ranked,
+                ]
+            }
+        )
+    return found
+
+
 class CompletionLogprobs:
     """The `logprobs` object of a choice of /v1/completions."""
 
@@ -46,15 +72,17 @@ class CompletionLogprobs:
 
     def take(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Return the object for the positions that have come."""
-        tokens, values, tops, offsets = [], [], [], []
+        tokens, offsets = list[str](), list[int]()
+        values, tops = list[float | None](), list[dict[str, float] | None]()
         for entry in entries:
             name, best = self._texts.at(entry)
-            # The sampled token is always there, the best ones beside it.
+            # The token itself is always there, the best ones beside it.
             top = {name: _finite(entry.logprob)}
             top.update(zip(best, map(_finite, entry.top_logprobs), strict=True))
             tokens.append(name)
-            values.append(_finite(entry.logprob))
-            tops.append(top)
+            # The first token of a prompt follows nothing.
+            values.append(_finite(entry.logprob) if entry.rank else None)
+            tops.append(top if entry.rank else None)
             offsets.append(self._offset)
             self._offset += len(name)
         return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}

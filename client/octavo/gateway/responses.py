@@ -21,7 +21,7 @@ from octavo.aio import AsyncStream
 from octavo.errors import OctavoError
 from octavo.gateway.errors import LEVEL_HEADER, Failure, GatewayError, failure_of
 from octavo.gateway.metrics import Observation
-from octavo.gateway.writers import Writer
+from octavo.gateway.writers import WholeWriter, Writer
 from octavo.types import Accepted, GenerateResult, Usage
 
 _log = structlog.get_logger()
@@ -58,7 +58,7 @@ class Job:
     """A request of HTTP: a request of the service for each prompt, and the writer of the answer."""
 
     asks: Sequence[Ask]
-    writer: Writer
+    writer: WholeWriter
     num_choices: int
     """Of each prompt."""
     observation: Observation
@@ -170,8 +170,7 @@ class WholeResponse(JobResponse):
         results = await _all(ask.whole() for ask in job.asks)
         usages = [result.usage for result in results]
         job.observation.whole(results)
-        choices = [choice for result in results for choice in result.choices]
-        body = job.writer.whole(choices, usages, in_reasoning=results[0].in_reasoning)
+        body = job.writer.whole(results)
         headers = {**_JSON, "content-length": str(len(body)), **degradation_headers(usages)}
         await self._begin(send, 200, headers | level_header(result.level for result in results))
         await self._write(send, body, more=False)
@@ -193,22 +192,31 @@ class EventResponse(JobResponse):
                 await _all(self._pump(streams, number, send) for number in range(len(streams)))
             usages = [stream.result.usage for stream in streams]
         job.observation.used(usages)
-        await self._write(send, job.writer.end(usages), more=False)
+        await self._write(send, self._writer.end(usages), more=False)
+
+    @property
+    def _writer(self) -> Writer:
+        assert isinstance(self._job.writer, Writer)
+        return self._job.writer
 
     async def _pump(self, streams: Sequence[AsyncStream], number: int, send: Send) -> None:
         """Write what comes of one prompt, all of a step at once."""
-        job, stream = self._job, streams[number]
-        first_choice = number * job.num_choices
+        job, stream, writer = self._job, streams[number], self._writer
+        first_choice, began = number * job.num_choices, False
         while (progress := await stream.progress()) is not None:
             if not self._started:
                 told = [each.accepted for each in streams if each.accepted is not None]
                 headers = {**_SSE, **degradation_headers(told), **level_header(each.level for each in told)}
                 await self._begin(send, 200, headers)
+            if not began:
+                began = True
+                choices = range(first_choice, first_choice + job.num_choices)
+                writer.scored(choices, stream.prompt_logprobs)
             job.observation.output(progress.deltas)
             accepted = stream.accepted
             prompt_tokens = accepted.prompt_tokens if accepted is not None else 0
             in_reasoning = accepted is not None and accepted.in_reasoning
-            events = job.writer.events(progress, first_choice, prompt_tokens, in_reasoning=in_reasoning)
+            events = writer.events(progress, first_choice, prompt_tokens, in_reasoning=in_reasoning)
             if events:
                 await self._write(send, events, more=True)
 

@@ -27,6 +27,7 @@ ROUTES: Final = (
     Route("/v1/responses", "responses", "response"),
     Route("/v1/messages", "messages", "message", anthropic=True),
     Route("/v1/messages/count_tokens", "count_tokens", "token_count", anthropic=True),
+    Route("/v1/embeddings", "embeddings", "embeddings"),
     Route("/v1/models", "models", "models", "GET"),
     Route("/v1/models/{name:path}", "model", "model", "GET"),
     Route("/tokenize", "tokenize", "tokenize"),

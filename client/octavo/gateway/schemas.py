@@ -20,9 +20,14 @@ from octavo.gateway.strict import MAX_TOOLS, Strict
 from octavo.gateway.strict import NOTHING as _NOTHING
 from octavo.gateway.strict import conflict as _conflict
 from octavo.gateway.tools import ToolChoice, Tools
-from octavo.protocol.bounds import BOUNDS, MAX_PROMPT_TOKENS
+from octavo.protocol.bounds import BOUNDS, MAX_ORDER, MAX_PROMPT_TOKENS
 from octavo.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_SEQUENCE_TOKENS,
+    MAX_BAD_SEQUENCES,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_SEED,
@@ -32,6 +37,8 @@ from octavo.sampling import (
 )
 
 MAX_PROMPTS: Final = 256
+MAX_INPUTS: Final = 2048
+"""Of a request for embeddings, as OpenAI has it."""
 MAX_MESSAGES: Final = 4096
 MAX_PARTS: Final = 4096
 DEFAULT_COMPLETION_TOKENS: Final = 16
@@ -43,6 +50,11 @@ TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 StopString = Annotated[str, Field(max_length=MAX_STOP_BYTES)]
 StopStrings = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+BadSequences = Annotated[
+    list[Annotated[list[TokenId], Field(min_length=1, max_length=MAX_BAD_SEQUENCE_TOKENS, fail_fast=True)]],
+    Field(max_length=MAX_BAD_SEQUENCES, fail_fast=True),
+]
+PromptTokens = Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)]
 Grammar = Annotated[str, Field(max_length=BOUNDS["StructuredOutput.grammar"].bytes)]
 Choices = Annotated[
     list[str], Field(min_length=1, max_length=BOUNDS["ChoiceList.values"].count, fail_fast=True)
@@ -153,6 +165,25 @@ class GenerationRequest(Strict):
         None
     )
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    bad_words_token_ids: BadSequences | None = Field(None, description="as bad_words, given as tokens")
+    include_stop_str_in_output: bool | None = None
+    logprob_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_TOKEN_IDS, fail_fast=True)] | None
+    ) = Field(None, description="tokens whose log probabilities are told instead of those of the best ones")
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="not with stream")
+    priority: int | None = Field(
+        None, ge=-MAX_ORDER, le=MAX_ORDER, description="order within the class; lower goes first"
+    )
+    stream_interval: int | None = Field(
+        None, ge=1, lt=2**31, description="tokens of an event at least, but for the first and the last"
+    )
+    truncate_prompt_tokens: PromptTokens | None = Field(
+        None, description="tokens at the end of the prompt to keep at most; -1: as many as fit"
+    )
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = False
@@ -172,6 +203,8 @@ class GenerationRequest(Strict):
     def _fits_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise _conflict("stream_options", "needs stream to be true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _conflict("prompt_logprobs", "is not available with stream")
         constrained = self.response_format is not None and self.response_format.type != "text"
         if constrained and self.structured_outputs is not None:
             raise _conflict("structured_outputs", "excludes response_format")
@@ -179,24 +212,15 @@ class GenerationRequest(Strict):
 
 
 _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "allowed_token_ids": _EMPTY,
-    "bad_words": _EMPTY,
     "ec_transfer_params": _NOTHING,
-    "include_stop_str_in_output": _FALSE,
     "kv_transfer_params": _NOTHING,
     "length_penalty": (None, 1, 1.0),
     "logits_processors": _EMPTY,
-    "logprob_token_ids": _EMPTY,
     "metadata": _EMPTY,
-    "priority": (None, 0),
-    "prompt_logprobs": _NOTHING,
     "repetition_detection": _NOTHING,
     "service_tier": (None, "auto", "default"),
     "spaces_between_special_tokens": (None, True),
     "store": _FALSE,
-    "stream_interval": (None, 1),
-    "thinking_token_budget": (None, -1),
-    "truncate_prompt_tokens": _NOTHING,
     "use_beam_search": _FALSE,
     "vllm_xargs": _EMPTY,
 }
@@ -211,6 +235,7 @@ class CompletionRequest(GenerationRequest):
         "best_of": (None, 1),
         "prompt_embeds": _EMPTY,
         "suffix": (None, ""),
+        "thinking_token_budget": (None, -1),
     }
 
     prompt: (
@@ -219,15 +244,27 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     ) = Field(description="text or token ids; a list of either makes n choices for each")
-    max_tokens: TokenCount | None = Field(DEFAULT_COMPLETION_TOKENS)
+    max_tokens: int | None = Field(
+        DEFAULT_COMPLETION_TOKENS, ge=0, lt=2**31, description="0 needs echo or prompt_logprobs"
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = Field(False, description="the text begins with the prompt")
 
     @model_validator(mode="after")
-    def _echoes_no_logprobs(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise _conflict("echo", "is not supported with logprobs: a prompt has no log probabilities here")
+    def _belongs_together(self) -> Self:
+        if self.logprob_token_ids and self.logprobs is None:
+            raise _conflict("logprob_token_ids", "needs logprobs")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise _conflict("max_tokens", "must be at least 1 without echo and prompt_logprobs")
         return self
+
+    @property
+    def scored(self) -> int | None:
+        """How many best tokens are wanted in the place of each of the prompt; None where it is not scored."""
+        if self.prompt_logprobs is None and self.echo and self.logprobs is not None:
+            return self.logprobs
+        # What generates nothing still has to ask for something.
+        return 0 if self.prompt_logprobs is None and self.max_tokens == 0 else self.prompt_logprobs
 
 
 class ContentPart(BaseModel):
@@ -293,8 +330,6 @@ class ChatRequest(GenerationRequest):
         "add_special_tokens": _FALSE,
         "audio": _NOTHING,
         "chat_template": _NOTHING,
-        "continue_final_message": _FALSE,
-        "documents": _EMPTY,
         "echo": _FALSE,
         "function_call": (None, "none"),
         "functions": _EMPTY,
@@ -319,14 +354,23 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: str | None = Field(
         None, max_length=32, description="variable for the template; none also sets enable_thinking to false"
     )
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, lt=2**31, description="most tokens of thoughts; -1 is no bound"
+    )
     include_reasoning: bool | None = Field(True, description="the answer has the model's thoughts")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the template")
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="the output goes on with the last message")
+    documents: Objects | None = Field(None, description="given to the model's template")
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise _conflict("top_logprobs", "needs logprobs to be true")
+        if self.logprob_token_ids and not self.logprobs:
+            raise _conflict("logprob_token_ids", "needs logprobs to be true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise _conflict("continue_final_message", "does not go with add_generation_prompt")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise _conflict("max_tokens", "contradicts max_completion_tokens")
@@ -361,6 +405,36 @@ class TokenizeRequest(Strict):
         if self.prompt is not None and (self.tools or self.chat_template_kwargs):
             raise _conflict("tools", "tools and chat_template_kwargs go with messages")
         return self
+
+
+class EmbeddingRequest(Strict):
+    """Body of /v1/embeddings."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "add_special_tokens": (None, True),
+        "dimensions": _NOTHING,
+        "mm_processor_kwargs": _EMPTY,
+        "normalize": (None, True),
+        "use_activation": (None, True),
+    }
+
+    model: str | None = Field(None, max_length=1024)
+    input: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    ) = Field(description="text or token ids, or a list of either")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        "float", description="base64: of float32 numbers, little endian"
+    )
+    pooling: Literal["last", "mean"] | None = Field(
+        "last", description="of the hidden states: that of the last token, or their mean"
+    )
+    truncate_prompt_tokens: PromptTokens | None = None
+    priority: int | None = Field(None, ge=-MAX_ORDER, le=MAX_ORDER)
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    user: str | None = Field(None, max_length=256)
 
 
 class DetokenizeRequest(Strict):

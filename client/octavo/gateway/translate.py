@@ -13,6 +13,7 @@ from octavo.gateway.errors import CHALLENGE, Failure, GatewayError, invalid
 from octavo.gateway.schemas import (
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     GenerationRequest,
     Message,
 )
@@ -35,8 +36,9 @@ _COUNTS: Final = {
 }
 _MAX_UINT32: Final = 2**32 - 1
 _OTHERWISE: Final = {"top_k", "seed", "logit_bias", "stop", "max_tokens", "logprobs", "structured"}
+_PROMPT: Final = ("cache_salt", "truncate_prompt_tokens")
 """Sampling parameters that HTTP has in another form than the SDK."""
-_SAME: Final = ({one.name for one in fields(SamplingParams)} - _OTHERWISE) | {"cache_salt"}
+_SAME: Final = ({one.name for one in fields(SamplingParams)} - _OTHERWISE) | {*_PROMPT, "stream_interval"}
 
 HEADERS: Final[Mapping[str, str]] = {
     "x-octavo-priority": "interactive, standard (the default) or batch",
@@ -61,9 +63,9 @@ class ChatJob:
     tools: ToolUse
 
 
-def completion_prompts(request: CompletionRequest) -> list[Prompt]:
-    """Return the prompts, of which each makes n choices."""
-    prompt = request.prompt
+def prompts(prompt: object) -> list[Prompt]:
+    """Return the prompts of a request that may have one or several."""
+    assert isinstance(prompt, str | list)
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [cast("Prompt", prompt)]
     return cast("list[Prompt]", prompt)
@@ -80,6 +82,17 @@ def completion_options(request: CompletionRequest, headers: Mapping[str, str]) -
         options["max_tokens"] = request.max_tokens
     if request.logprobs is not None:
         options["logprobs"] = request.logprobs
+    if request.scored is not None:
+        options["prompt_logprobs"] = request.scored
+    return cast("GenerateOptions", options)
+
+
+def embedding_options(request: EmbeddingRequest, headers: Mapping[str, str]) -> GenerateOptions:
+    """Return the options that all inputs of a request have; raises as `completion_options` does."""
+    options: dict[str, Any] = terms(headers)
+    options.update(api_key=bearer_key(headers), pooling=request.pooling or "last", skip_text=True)
+    options.update({name: getattr(request, name) for name in (*_PROMPT, "model")})
+    options["order"] = request.priority
     return cast("GenerateOptions", options)
 
 
@@ -91,8 +104,15 @@ def chat_job(request: ChatRequest, headers: Mapping[str, str]) -> ChatJob:
         options["max_tokens"] = max_tokens
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
+    budget = request.thinking_token_budget
+    if budget is not None and budget >= 0:
+        options["thinking_token_budget"] = budget
     tools = [tool.model_dump(exclude_unset=True) for tool in request.tools or ()]
     template = template_options(tools, _template_vars(request), request.add_generation_prompt)
+    if request.continue_final_message:
+        template["continue_final_message"] = True
+    if request.documents:
+        template["documents"] = request.documents
     options.update(template)
     use = tool_use(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
     if use.forced:
@@ -140,6 +160,8 @@ def _options(request: GenerationRequest, headers: Mapping[str, str]) -> dict[str
             options[name] = value
     if request.model:
         options["model"] = request.model
+    if request.priority is not None:
+        options["order"] = request.priority
     if request.top_k is not None:
         options["top_k"] = max(0, request.top_k)
     if request.seed is not None:
@@ -216,7 +238,7 @@ def bearer_key(headers: Mapping[str, str]) -> str:
 
 def renamed(request: GenerationRequest) -> Mapping[str, str]:
     """Return the parameters that this request has under other names, by path in the proto."""
-    names = {}
+    names = {"terms.order": "priority"}
     if request.structured_outputs is not None:
         names["sampling.structured"] = "structured_outputs"
     if isinstance(request, ChatRequest):

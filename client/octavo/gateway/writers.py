@@ -14,9 +14,10 @@ from json.encoder import encode_basestring
 from typing import Any, Final
 
 from octavo.gateway.errors import Failure
-from octavo.gateway.logprobs import CompletionLogprobs
+from octavo.gateway.logprobs import CompletionLogprobs, prompt_logprobs
 from octavo.gateway.schemas import CompletionRequest, GenerationRequest
-from octavo.types import Choice, Delta, Progress, Usage
+from octavo.protocol.steps import TokenLogprobs
+from octavo.types import Choice, Delta, GenerateResult, Progress, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
 quote: Final[Callable[[str], str]] = encode_basestring
@@ -70,8 +71,27 @@ def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:
     return found
 
 
-class Writer(ABC):
+class WholeWriter(ABC):
+    """Writes the whole answer to one request."""
+
+    @abstractmethod
+    def whole(self, results: Sequence[GenerateResult]) -> bytes:
+        """Return the answer that the outcomes of all prompts make."""
+
+    def refusal(self, failure: Failure) -> bytes:
+        """Return the answer of a request that failed."""
+        return failure.encoded()
+
+    def failed(self, failure: Failure) -> bytes:
+        """Return the event that ends a stream which failed. Clients take it for an error."""
+        return event(failure.body)
+
+
+class Writer(WholeWriter):
     """Writes the answer to one request, whole or as events."""
+
+    def scored(self, choices: range, entries: Sequence[TokenLogprobs]) -> None:
+        """Take the log probabilities of the prompt that these choices have; before any output of them."""
 
     @abstractmethod
     def events(
@@ -85,20 +105,6 @@ class Writer(ABC):
     @abstractmethod
     def end(self, usages: Sequence[Usage]) -> bytes:
         """Return the events that end a stream."""
-
-    @abstractmethod
-    def whole(
-        self, choices: Sequence[Choice], usages: Sequence[Usage], *, in_reasoning: bool = False
-    ) -> bytes:
-        """Return an answer; `choices` are those of all prompts, in order."""
-
-    def refusal(self, failure: Failure) -> bytes:
-        """Return the answer of a request that failed."""
-        return failure.encoded()
-
-    def failed(self, failure: Failure) -> bytes:
-        """Return the event that ends a stream which failed. Clients take it for an error."""
-        return event(failure.body)
 
 
 class ChoicesWriter(Writer):
@@ -119,11 +125,20 @@ class ChoicesWriter(Writer):
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
         self._num_tokens = [0] * num_choices
+        self._wants_scores = request.prompt_logprobs is not None
+        self._scores: dict[int, list[dict[str, Any] | None]] = {}
+        """Log probabilities of the prompt of each choice, where they are a member of their own."""
         self._in_reasoning = False
         self._begin = (
             f'data: {{"id":{quote(head.id)},"object":"{self.object_event}","created":{head.created},'
             f'"model":{quote(head.model)},"choices":[{{"index":'
         )
+
+    def scored(self, choices: range, entries: Sequence[TokenLogprobs]) -> None:
+        """Take the log probabilities of the prompt that these choices have; before any output of them."""
+        if entries and self._wants_scores:
+            found = prompt_logprobs(entries, as_ids=self._as_ids)
+            self._scores.update(dict.fromkeys(choices, found))
 
     # Events --------------------------------------------------------------------------------------
 
@@ -197,11 +212,14 @@ class ChoicesWriter(Writer):
 
     # Whole answers -------------------------------------------------------------------------------
 
-    def whole(
-        self, choices: Sequence[Choice], usages: Sequence[Usage], *, in_reasoning: bool = False
-    ) -> bytes:
-        """Return an answer; `choices` are those of all prompts, in order."""
-        self._in_reasoning = in_reasoning
+    def whole(self, results: Sequence[GenerateResult]) -> bytes:
+        """Return the answer that the outcomes of all prompts make."""
+        self._in_reasoning = results[0].in_reasoning
+        choices: list[Choice] = []
+        for result in results:
+            first = len(choices)
+            choices += result.choices
+            self.scored(range(first, len(choices)), result.prompt_logprobs)
         head = self._head
         return to_json(
             {
@@ -210,9 +228,14 @@ class ChoicesWriter(Writer):
                 "created": head.created,
                 "model": head.model,
                 "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
-                "usage": usage_object(usages),
+                "usage": usage_object([result.usage for result in results]),
+                **self._more(),
             }
         )
+
+    def _more(self) -> dict[str, Any]:
+        """Return further members of a whole answer."""
+        return {}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         found = {"index": index, **self._output(index, choice), **self._finish(index, choice)}
@@ -234,11 +257,19 @@ class CompletionWriter(ChoicesWriter):
         """`echoes`: what the text of each choice begins with."""
         super().__init__(request, head, len(echoes))
         self._echoes = list(echoes)
+        self._scored: dict[int, tuple[TokenLogprobs, ...]] = {}
+        """Log probabilities of the echo of each choice that has not begun."""
         self._logprobs = (
             [CompletionLogprobs(as_ids=self._as_ids) for _ in echoes]
             if request.logprobs is not None
             else None
         )
+
+    def scored(self, choices: range, entries: Sequence[TokenLogprobs]) -> None:
+        """Take the log probabilities of a prompt: those of its echo, too."""
+        super().scored(choices, entries)
+        if self._logprobs is not None and any(self._echoes[index] for index in choices):
+            self._scored.update(dict.fromkeys(choices, tuple(entries)))
 
     def _delta(self, index: int, delta: Delta, ended: Choice | None) -> str:
         text = delta.text
@@ -246,9 +277,15 @@ class CompletionWriter(ChoicesWriter):
             text, self._echoes[index] = self._echoes[index] + text, ""
         if self._logprobs is None:
             return f'"text":{quote(text)},"logprobs":null'
-        logprobs = json.dumps(self._logprobs[index].take(delta.logprobs), ensure_ascii=False)
+        entries = (*self._scored.pop(index, ()), *delta.logprobs)
+        logprobs = json.dumps(self._logprobs[index].take(entries), ensure_ascii=False)
         return f'"text":{quote(text)},"logprobs":{logprobs}'
 
     def _output(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = self._logprobs[index].take(choice.logprobs) if self._logprobs is not None else None
-        return {"text": self._echoes[index] + choice.text, "logprobs": logprobs}
+        found: dict[str, Any] = {"text": self._echoes[index] + choice.text, "logprobs": None}
+        if self._logprobs is not None:
+            entries = (*self._scored.pop(index, ()), *choice.logprobs)
+            found["logprobs"] = self._logprobs[index].take(entries)
+        if index in self._scores:
+            found["prompt_logprobs"] = self._scores[index]
+        return found

@@ -158,8 +158,12 @@ REASONING_FORMATS: Final[Mapping[str, tuple[str, str]]] = {
     "harmony": ("", ""),
 }
 """Begin and end of thoughts; those of `harmony` are in messages of their own."""
+THOUGHTS_AS_TEXT: Final = "think"
+"""The one whose marks are text to a grammar, and no special tokens: such thoughts can be bounded."""
 THOUGHTS_BEGIN: Final = tuple(begin for begin, _ in REASONING_FORMATS.values() if begin)
 """Prompts that end so have their output begin with thoughts."""
+THOUGHTS_END: Final = tuple(end for _, end in REASONING_FORMATS.values() if end)
+"""Prompts that end so have it begin with words."""
 
 
 def _xml_call(text: str, schemas: Schemas) -> tuple[str, str] | None:

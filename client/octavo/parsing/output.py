@@ -9,6 +9,7 @@ from typing import Final, Literal
 from octavo.parsing.events import CallArguments, CallBegun, Event, Part, parts
 from octavo.parsing.formats import (
     REASONING_FORMATS,
+    THOUGHTS_AS_TEXT,
     TOOL_FORMATS,
     Schemas,
     forced_arguments,
@@ -52,7 +53,9 @@ class OutputForm:
     def steps(self, pieces: Pieces, *, in_reasoning: bool) -> Steps[None]:
         """Read a text."""
         if self.forced:
-            # A grammar leaves no room for thoughts, nor for markers.
+            if self.reasoning_format == THOUGHTS_AS_TEXT:
+                # The grammar leaves room for these.
+                yield from think(pieces, *REASONING_FORMATS[THOUGHTS_AS_TEXT], begun=in_reasoning)
             yield from (forced_list if self.forced == "list" else forced_arguments)(pieces, self.tools)
             return
         if self.reasoning_format == "harmony":

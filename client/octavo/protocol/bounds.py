@@ -12,7 +12,13 @@ from types import MappingProxyType
 from typing import Final
 
 from octavo.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_SEQUENCE_TOKENS,
+    MAX_BAD_SEQUENCES,
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_N,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
@@ -30,6 +36,8 @@ MAX_CACHE_SALT: Final = 1024
 MAX_PROMPT_TOKENS: Final = 1 << 21
 MAX_RESUMED_TOKENS: Final = 1 << 20
 """Of all choices of a request."""
+MAX_ORDER: Final = 1000
+"""Of a request in its class, in either direction."""
 MAX_SHOWN: Final = 100
 _NAME_BYTES: Final = 1024
 _CHARACTER_BYTES: Final = 4
@@ -67,6 +75,7 @@ BOUNDS: Final[Mapping[str, FieldBound]] = MappingProxyType(
         "Chat.messages": FieldBound(count=1 << 13),
         "Chat.tools_json": _LONG,
         "Chat.template_vars_json": _LONG,
+        "Chat.documents_json": _LONG,
         "ChatMessage.role": _NAME,
         "ChatMessage.content": _WHOLE,
         "ChatMessage.name": _NAME,
@@ -76,6 +85,11 @@ BOUNDS: Final[Mapping[str, FieldBound]] = MappingProxyType(
         "SamplingParams.logit_bias": FieldBound(count=MAX_LOGIT_BIASES),
         "SamplingParams.stop": FieldBound(MAX_STOP_BYTES, MAX_STOP_STRINGS),
         "SamplingParams.stop_token_ids": FieldBound(count=MAX_STOP_TOKEN_IDS),
+        "SamplingParams.allowed_token_ids": FieldBound(count=MAX_ALLOWED_TOKEN_IDS),
+        "SamplingParams.bad_words": FieldBound(MAX_BAD_WORD_BYTES, MAX_BAD_WORDS),
+        "SamplingParams.bad_words_token_ids": FieldBound(count=MAX_BAD_SEQUENCES),
+        "SamplingParams.logprob_token_ids": FieldBound(count=MAX_LOGPROB_TOKEN_IDS),
+        "TokenSequence.ids": FieldBound(count=MAX_BAD_SEQUENCE_TOKENS),
         "StructuredOutput.json_schema": _GRAMMAR,
         "StructuredOutput.regex": _GRAMMAR,
         "StructuredOutput.grammar": _GRAMMAR,

@@ -31,6 +31,7 @@ from octavo.protocol.steps import (
     Geometry,
     KeyEvents,
     Plan,
+    Pooling,
     PoolReport,
     Priority,
     Refused,
@@ -62,6 +63,8 @@ __all__ = [
     "plan_to_proto",
     "pool_from_proto",
     "pool_to_proto",
+    "pooling_from_proto",
+    "pooling_to_proto",
     "priority_from_proto",
     "priority_to_proto",
     "report_from_proto",
@@ -141,6 +144,16 @@ def priority_from_proto(value: int, field: str = "priority") -> Priority:
     return _member(Priority, value, field) if value else Priority.STANDARD
 
 
+def pooling_to_proto(pooling: Pooling | None) -> common_pb2.Pooling.ValueType | None:
+    """Convert; the numbers are the same."""
+    return None if pooling is None else common_pb2.Pooling.ValueType(pooling)
+
+
+def pooling_from_proto(value: int | None, field: str = "pooling") -> Pooling | None:
+    """Convert; unspecified is LAST."""
+    return None if value is None else _member(Pooling, value or Pooling.LAST, field)
+
+
 def finish_reason_to_proto(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
     """Convert; the numbers are the same."""
     return common_pb2.FinishReason.ValueType(reason)
@@ -177,6 +190,8 @@ def admit_to_proto(admit: Admit, leaders: Leaders = _NOBODY) -> worker_pb2.Admit
         hold_after_finish=admit.hold_after_finish,
         priority=priority_to_proto(admit.priority),
         adapter=admit.adapter,
+        score_from=admit.score_from,
+        pooling=pooling_to_proto(admit.pooling),
     )
 
 
@@ -239,7 +254,16 @@ def admit_from_proto(message: worker_pb2.Admit, before: Mapping[int, Admit] | No
         hold_after_finish=message.hold_after_finish,
         priority=priority_from_proto(message.priority, "admit.priority"),
         adapter=given(message, "adapter"),
+        score_from=_score_from(message),
+        pooling=pooling_from_proto(given(message, "pooling"), "admit.pooling"),
     )
+
+
+def _score_from(message: worker_pb2.Admit) -> int | None:
+    score_from: int | None = given(message, "score_from")
+    if score_from == 0:
+        raise ProtocolError("admit.score_from", "is at least 1")
+    return score_from
 
 
 def _admit_sampling(message: worker_pb2.Admit, before: Mapping[int, Admit]) -> SamplingParams:
@@ -424,6 +448,16 @@ def report_to_proto(report: Report) -> worker_pb2.Report:
             for error in report.errors
         ],
         simulated=report.simulated,
+        prompt_logprobs=[
+            worker_pb2.SequenceLogprobs(
+                handle=handle, first_position=first, tokens=map(logprobs_to_proto, tokens)
+            )
+            for handle, (first, tokens) in report.prompt_logprobs.items()
+        ],
+        embeddings=[
+            worker_pb2.SequenceEmbedding(handle=handle, values=values)
+            for handle, values in report.embeddings.items()
+        ],
     )
 
 
@@ -459,6 +493,14 @@ def report_from_proto(message: worker_pb2.Report) -> Report:
             entry.handle: tuple([logprobs_from_proto(tokens) for tokens in entry.tokens])
             for entry in message.logprobs
         },
+        prompt_logprobs={
+            entry.handle: (
+                entry.first_position,
+                tuple([logprobs_from_proto(tokens) for tokens in entry.tokens]),
+            )
+            for entry in message.prompt_logprobs
+        },
+        embeddings={entry.handle: tuple(entry.values[:]) for entry in message.embeddings},
         finished=tuple([_finished_from_proto(entry) for entry in message.finished]),
         stalled=tuple([_stalled_from_proto(entry) for entry in message.stalled]),
         refused=tuple([_refused_from_proto(entry) for entry in message.refused]),

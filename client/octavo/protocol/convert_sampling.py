@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from octavo.protocol.scalars import given
 from octavo.sampling import SCALARS, SamplingParams, StructuredOutput
 from octavo.v1 import common_pb2
 
+_LISTS: Final = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids")
 _STRUCTURED = ("json_schema", "regex", "grammar", "json_object", "structural_tag", "strict", "compact")
 
 
@@ -23,8 +24,8 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
     """Convert; what is None stays unset."""
     message = common_pb2.SamplingParams(
         **{name: getattr(sampling, name) for name in SCALARS},
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
+        **{name: getattr(sampling, name) for name in _LISTS},
+        bad_words_token_ids=[common_pb2.TokenSequence(ids=ids) for ids in sampling.bad_words_token_ids],
     )
     if sampling.logit_bias:
         message.logit_bias.update(sampling.logit_bias)
@@ -38,10 +39,11 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     fields: dict[str, Any] = {name: given(message, name) for name in SCALARS}
     if message.logit_bias:
         fields["logit_bias"] = dict(message.logit_bias)
-    if message.stop:
-        fields["stop"] = tuple(message.stop)
-    if message.stop_token_ids:
-        fields["stop_token_ids"] = tuple(message.stop_token_ids)
+    for name in _LISTS:
+        if values := getattr(message, name):
+            fields[name] = tuple(values)
+    if message.bad_words_token_ids:
+        fields["bad_words_token_ids"] = tuple([tuple(one.ids) for one in message.bad_words_token_ids])
     if message.HasField("structured"):
         fields["structured"] = structured_from_proto(message.structured)
     return SamplingParams(**fields)

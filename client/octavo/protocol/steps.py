@@ -46,6 +46,13 @@ class FinishReason(enum.IntEnum):
         return self in {FinishReason.STOP, FinishReason.LENGTH}
 
 
+class Pooling(enum.IntEnum):
+    """How the hidden states of a text become one vector of length 1."""
+
+    LAST = 1
+    MEAN = 2
+
+
 class StepStatus(enum.IntEnum):
     """What became of a step."""
 
@@ -99,6 +106,17 @@ class Admit:
     hold_after_finish: bool = False
     priority: Priority = Priority.STANDARD
     adapter: str | None = None
+    score_from: int | None = None
+    """Log probabilities are wanted of the prompt's tokens from this index on."""
+    pooling: Pooling | None = None
+    """The vector of the tokens is wanted."""
+
+
+def cacheable_tokens(score_from: int | None, pooling: Pooling | None, num_tokens: int) -> int:
+    """Return how many leading tokens need not be computed where their KV is cached."""
+    if score_from is not None:
+        return score_from - 1
+    return 0 if pooling is Pooling.MEAN else num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +136,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one output position, best alternatives first."""
+    """Log probabilities at one position of an output or a prompt, best alternatives first.
+
+    The first token of a prompt follows nothing: it has rank 0, and no log probability.
+    """
 
     token_id: int
     logprob: float
@@ -245,6 +266,9 @@ class Report:
     first_positions: Seq[int] = ()
     token_ids: Seq[int] = ()
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[int, tuple[TokenLogprobs, ...]]] = field(default_factory=dict)
+    """By handle: index in the prompt of the first, and log probabilities from there on."""
+    embeddings: dict[int, tuple[float, ...]] = field(default_factory=dict)
     finished: tuple[Finished, ...] = ()
     stalled: tuple[tuple[int, StallReason], ...] = ()
     refused: tuple[Refused, ...] = ()

@@ -50,6 +50,11 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback
 
 
+def local_host(host: str) -> str:
+    """Return where this machine reaches what listens on a host: for all addresses, the loopback one."""
+    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "::1"}.get(host, host)  # noqa: S104 # compared
+
+
 def check_address(host: str, port: int) -> None:
     """Find out whether a port can be had: here the reason is one line, in gRPC it is a page.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ _T = TypeVar("_T")
 
 # Two changes within one tick of the file system's clock look like one.
 _SETTLED_S: Final = 3.0
-_OTHERS: Final = 0o044
+_GROUP: Final = 0o040
+_WORLD: Final = 0o004
 
 
 class Followed(Generic[_T]):
@@ -80,6 +82,11 @@ class Followed(Generic[_T]):
 
 
 def warn_if_exposed(path: Path) -> None:
-    """Log a warning when others than its owner can read a file that holds a secret."""
-    if path.stat().st_mode & _OTHERS:
+    """Log a warning when others than its owner can read a file that holds a secret.
+
+    What root owns and a group is given, as Kubernetes mounts secrets, is meant for who runs in that group.
+    """
+    status = path.stat()
+    is_given = status.st_uid != os.geteuid() and status.st_gid in {os.getegid(), *os.getgroups()}
+    if status.st_mode & (_WORLD if is_given else _WORLD | _GROUP):
         _log.warning("secret_readable_by_others", file=str(path), remedy=f"chmod 600 {path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from socketserver import ThreadingMixIn
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -15,8 +16,8 @@ from octavo.service.address import check_address
 from octavo.service.call_guard import Metadata, bearer_key
 from octavo.service.server_tls import ServerTls
 
-Allow = Callable[[str | None], bool]
-"""Whether somebody with this key, as presented, may see the metrics."""
+Refusal = Callable[[str | None], HTTPStatus | None]
+"""Why somebody with this key, as presented, may not see the metrics; None when they may."""
 _TIMEOUT_S: Final = 10.0
 """For what a client sends and reads, and for the handshake."""
 
@@ -53,15 +54,17 @@ class MetricsPort:
         port: int,
         *,
         tls: ServerTls | None = None,
-        allow: Allow | None = None,
+        refusal: Refusal | None = None,
     ) -> None:
         """Raises AddressTaken when the port cannot be had."""
         check_address(host, port)
         app = make_wsgi_app(registry)
 
         def guarded(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-            if allow is not None and not allow(bearer_key(_metadata(environ))):
-                start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Length", "0")])
+            refused = refusal(bearer_key(_metadata(environ))) if refusal is not None else None
+            if refused is not None:
+                challenge = [("WWW-Authenticate", "Bearer")] if refused is HTTPStatus.UNAUTHORIZED else []
+                start_response(f"{refused.value} {refused.phrase}", [*challenge, ("Content-Length", "0")])
                 return [b""]
             return list(app(environ, start_response))
 

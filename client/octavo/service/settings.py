@@ -38,7 +38,9 @@ Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max
 SERVICES: Final = frozenset({"scheduler", "worker", "gateway"})
 """Tables of a settings file; a service reads its own."""
 
-SHARED: Final = frozenset({"insecure", "mtls", "tls_ca", "tls_cert", "tls_key", "worker_secret_file"})
+SHARED: Final = frozenset(
+    {"insecure", "key_file", "mtls", "tls_ca", "tls_cert", "tls_key", "worker_secret_file"}
+)
 """Settings that a variable sets for all services of a machine: OCTAVO_TLS_CA, and so on."""
 
 NONE: Final = BeforeValidator(lambda value: None if value == "none" else value)

@@ -41,6 +41,27 @@ class Tls:
         ca, key, cert = (Path(one).read_bytes() if one else None for one in (self.ca, self.key, self.cert))
         return TlsFiles(ca, key, cert)
 
+    def check(self) -> None:
+        """Find out whether the files can be used now: gRPC would only say that nobody answers.
+
+        Raises:
+            OSError: one cannot be read.
+            ValueError: one is not what it should be.
+        """
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key belong together: give both, or none")
+        try:
+            self.read()
+        except OSError as error:
+            raise OSError(f"{error.filename}: {error.strerror}") from None
+        for files in ({"ca": self.ca}, {"cert": self.cert, "key": self.key}):
+            try:
+                Tls(**files).ssl_context()
+            except ssl.SSLError as error:
+                names = " and ".join(str(path) for path in files.values())
+                what = "certificates" if "ca" in files else "a certificate and its key"
+                raise ValueError(f"{names}: not {what} in PEM ({error.reason or error})") from None
+
     def ssl_context(self) -> ssl.SSLContext:
         """Return the same for a client of HTTP.
 

@@ -81,6 +81,30 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 """The request was failed. `Finished.error` says why."""
 global___FinishReason = FinishReason
 
+class _Pooling:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PoolingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """Treated as POOLING_LAST."""
+    POOLING_LAST: _Pooling.ValueType  # 1
+    """That of the last token."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """The mean of all."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """How the hidden states of a text become one vector, which has length 1."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""Treated as POOLING_LAST."""
+POOLING_LAST: Pooling.ValueType  # 1
+"""That of the last token."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""The mean of all."""
+global___Pooling = Pooling
+
 @typing.final
 class SamplingParams(google.protobuf.message.Message):
     """How to pick the next token, and when to stop. In a GenerateRequest an absent field takes the
@@ -122,6 +146,12 @@ class SamplingParams(google.protobuf.message.Message):
     N_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     STRUCTURED_FIELD_NUMBER: builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    BAD_WORDS_FIELD_NUMBER: builtins.int
+    BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: builtins.int
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """0 is greedy. In [0, 2] by custom; any finite value >= 0 is accepted."""
     top_p: builtins.float
@@ -141,13 +171,19 @@ class SamplingParams(google.protobuf.message.Message):
     min_tokens: builtins.int
     """End-of-sequence and stop tokens are not sampled before this many output tokens."""
     max_tokens: builtins.int
-    """Output tokens at most. Absent: whatever the context leaves."""
+    """Output tokens at most. Absent: whatever the context leaves. 0 only with prompt_logprobs: nothing is
+    generated.
+    """
     ignore_eos: builtins.bool
     """Go on past end-of-sequence tokens."""
     n: builtins.int
     """Independent choices. 1 to 128; absent is 1."""
     logprobs: builtins.int
     """Log probabilities of this many best tokens beside the sampled one. 0: the sampled one only."""
+    include_stop_str_in_output: builtins.bool
+    """The text ends with the stop string that ended it, instead of before it."""
+    prompt_logprobs: builtins.int
+    """Log probabilities of each token of the prompt, and of this many best tokens in its place."""
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
         """Added to the logits of these token ids. Values in [-100, 100]."""
@@ -163,6 +199,24 @@ class SamplingParams(google.protobuf.message.Message):
     @property
     def structured(self) -> global___StructuredOutput:
         """Constrains the output."""
+
+    @property
+    def allowed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Only these tokens are sampled; empty: all."""
+
+    @property
+    def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Texts that the output must not have, alone or after a space. Made into bad_words_token_ids by the
+        scheduler.
+        """
+
+    @property
+    def bad_words_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenSequence]:
+        """Sequences of tokens that the output must not have: the last token of one is not sampled after the others."""
+
+    @property
+    def logprob_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Log probabilities of these tokens beside the sampled one, in this order, instead of the best ones."""
 
     def __init__(
         self,
@@ -184,13 +238,21 @@ class SamplingParams(google.protobuf.message.Message):
         n: builtins.int | None = ...,
         logprobs: builtins.int | None = ...,
         structured: global___StructuredOutput | None = ...,
+        allowed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        bad_words: collections.abc.Iterable[builtins.str] | None = ...,
+        bad_words_token_ids: collections.abc.Iterable[global___TokenSequence] | None = ...,
+        include_stop_str_in_output: builtins.bool | None = ...,
+        logprob_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured", b"_structured", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured", b"structured", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured", b"_structured", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured", b"structured", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured", b"_structured", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured", b"structured", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured", b"_structured", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bad_words_token_ids", b"bad_words_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured", b"structured", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ignore_eos", b"_ignore_eos"]) -> typing.Literal["ignore_eos"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_include_stop_str_in_output", b"_include_stop_str_in_output"]) -> typing.Literal["include_stop_str_in_output"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
@@ -203,6 +265,8 @@ class SamplingParams(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_n", b"_n"]) -> typing.Literal["n"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_presence_penalty", b"_presence_penalty"]) -> typing.Literal["presence_penalty"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]) -> typing.Literal["prompt_logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_repetition_penalty", b"_repetition_penalty"]) -> typing.Literal["repetition_penalty"] | None: ...
     @typing.overload
@@ -217,6 +281,24 @@ class SamplingParams(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
 
 global___SamplingParams = SamplingParams
+
+@typing.final
+class TokenSequence(google.protobuf.message.Message):
+    """Token ids in a list of lists."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: builtins.int
+    @property
+    def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ids", b"ids"]) -> None: ...
+
+global___TokenSequence = TokenSequence
 
 @typing.final
 class StructuredOutput(google.protobuf.message.Message):
@@ -293,7 +375,7 @@ global___ChoiceList = ChoiceList
 
 @typing.final
 class TokenLogprobs(google.protobuf.message.Message):
-    """Log probabilities (natural log) at one output position."""
+    """Log probabilities (natural log) at one position of an output, or of a prompt."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -305,10 +387,10 @@ class TokenLogprobs(google.protobuf.message.Message):
     TOKEN_BYTES_FIELD_NUMBER: builtins.int
     TOP_TOKEN_BYTES_FIELD_NUMBER: builtins.int
     token_id: builtins.int
-    """The token that was sampled."""
+    """The token that was sampled, or is in the prompt."""
     logprob: builtins.float
     rank: builtins.int
-    """1 is the most likely token."""
+    """1 is the most likely token. 0 for the first token of a prompt, which follows nothing and has no logprob."""
     token_bytes: builtins.bytes
     """The token's text. Bytes, as a token may be a part of a character. Set towards clients only."""
     @property

@@ -56,6 +56,11 @@ class GenerateRequest(google.protobuf.message.Message):
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     API_KEY_FIELD_NUMBER: builtins.int
     ACCEPTED_AS_FIELD_NUMBER: builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    STREAM_INTERVAL_FIELD_NUMBER: builtins.int
+    SCORED_TOKENS_FIELD_NUMBER: builtins.int
+    EMBEDDING_FIELD_NUMBER: builtins.int
+    THINKING_TOKEN_BUDGET_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the client, unique among its live requests; drawn by the server when empty.
     At most 128 characters.
@@ -74,6 +79,14 @@ class GenerateRequest(google.protobuf.message.Message):
     """Key of the user for whom the request is made, where a caller forwards the requests of others.
     Absent: the key of the call itself, which is in its metadata as `authorization: Bearer KEY`.
     """
+    truncate_prompt_tokens: builtins.int
+    """Keep at most this many tokens of the prompt, its last ones; -1: as many as fit into the context."""
+    stream_interval: builtins.int
+    """Deltas carry at least so many tokens, but for the first and the last one of a choice. 0 is 1."""
+    scored_tokens: builtins.int
+    """Tokens of the prompt whose log probabilities had come before the stream was lost."""
+    thinking_token_budget: builtins.int
+    """Of a chat with a model that thinks: most tokens of thoughts, after which they are ended. At most 2^31 - 1."""
     @property
     def tokens(self) -> global___TokenIds: ...
     @property
@@ -94,6 +107,10 @@ class GenerateRequest(google.protobuf.message.Message):
         load, and goes on from the prompt that it had. Without may_trim it changes nothing.
         """
 
+    @property
+    def embedding(self) -> global___EmbeddingParams:
+        """Return the vector of the input and generate nothing; what says how to sample is ignored."""
+
     def __init__(
         self,
         *,
@@ -110,15 +127,39 @@ class GenerateRequest(google.protobuf.message.Message):
         keep_special_tokens: builtins.bool = ...,
         api_key: builtins.str | None = ...,
         accepted_as: global___AcceptedAs | None = ...,
+        truncate_prompt_tokens: builtins.int | None = ...,
+        stream_interval: builtins.int = ...,
+        scored_tokens: builtins.int = ...,
+        embedding: global___EmbeddingParams | None = ...,
+        thinking_token_budget: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_api_key", b"_api_key", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "input", b"input", "sampling", b"sampling", "terms", b"terms", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_api_key", b"_api_key", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "request_id", b"request_id", "resume", b"resume", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "skip_text", b"skip_text", "terms", b"terms", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_api_key", b"_api_key", "_thinking_token_budget", b"_thinking_token_budget", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "embedding", b"embedding", "input", b"input", "sampling", b"sampling", "terms", b"terms", "text", b"text", "thinking_token_budget", b"thinking_token_budget", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_api_key", b"_api_key", "_thinking_token_budget", b"_thinking_token_budget", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "accepted_as", b"accepted_as", "api_key", b"api_key", "chat", b"chat", "embedding", b"embedding", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "request_id", b"request_id", "resume", b"resume", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "skip_text", b"skip_text", "stream_interval", b"stream_interval", "terms", b"terms", "text", b"text", "thinking_token_budget", b"thinking_token_budget", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_api_key", b"_api_key"]) -> typing.Literal["api_key"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_thinking_token_budget", b"_thinking_token_budget"]) -> typing.Literal["thinking_token_budget"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]) -> typing.Literal["truncate_prompt_tokens"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "tokens", "chat"] | None: ...
 
 global___GenerateRequest = GenerateRequest
+
+@typing.final
+class EmbeddingParams(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POOLING_FIELD_NUMBER: builtins.int
+    pooling: octavo.v1.common_pb2.Pooling.ValueType
+    def __init__(
+        self,
+        *,
+        pooling: octavo.v1.common_pb2.Pooling.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pooling", b"pooling"]) -> None: ...
+
+global___EmbeddingParams = EmbeddingParams
 
 @typing.final
 class TokenIds(google.protobuf.message.Message):
@@ -144,12 +185,18 @@ class Chat(google.protobuf.message.Message):
     TOOLS_JSON_FIELD_NUMBER: builtins.int
     TEMPLATE_VARS_JSON_FIELD_NUMBER: builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
+    DOCUMENTS_JSON_FIELD_NUMBER: builtins.int
     tools_json: builtins.str
     """Tools offered to the model, as the JSON list of the OpenAI API."""
     template_vars_json: builtins.str
     """Variables for the template, as a JSON object."""
     add_generation_prompt: builtins.bool
     """Append the header of an assistant turn. Absent is true."""
+    continue_final_message: builtins.bool
+    """The last message is not ended: the output goes on with it. Needs add_generation_prompt to be false or absent."""
+    documents_json: builtins.str
+    """Documents for templates that take them, as a JSON list of objects."""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[octavo.v1.common_pb2.ChatMessage]: ...
     def __init__(
@@ -159,11 +206,15 @@ class Chat(google.protobuf.message.Message):
         tools_json: builtins.str | None = ...,
         template_vars_json: builtins.str | None = ...,
         add_generation_prompt: builtins.bool | None = ...,
+        continue_final_message: builtins.bool = ...,
+        documents_json: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_template_vars_json", b"_template_vars_json", "_tools_json", b"_tools_json", "add_generation_prompt", b"add_generation_prompt", "template_vars_json", b"template_vars_json", "tools_json", b"tools_json"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_template_vars_json", b"_template_vars_json", "_tools_json", b"_tools_json", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages", "template_vars_json", b"template_vars_json", "tools_json", b"tools_json"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_documents_json", b"_documents_json", "_template_vars_json", b"_template_vars_json", "_tools_json", b"_tools_json", "add_generation_prompt", b"add_generation_prompt", "documents_json", b"documents_json", "template_vars_json", b"template_vars_json", "tools_json", b"tools_json"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_documents_json", b"_documents_json", "_template_vars_json", b"_template_vars_json", "_tools_json", b"_tools_json", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "messages", b"messages", "template_vars_json", b"template_vars_json", "tools_json", b"tools_json"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]) -> typing.Literal["add_generation_prompt"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_documents_json", b"_documents_json"]) -> typing.Literal["documents_json"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_template_vars_json", b"_template_vars_json"]) -> typing.Literal["template_vars_json"] | None: ...
     @typing.overload
@@ -239,6 +290,7 @@ class ServiceTerms(google.protobuf.message.Message):
     KEEP_TAIL_TOKENS_FIELD_NUMBER: builtins.int
     MAY_SHED_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
     priority: octavo.v1.common_pb2.Priority.ValueType
     queue_timeout_ms: builtins.int
     """Longest wait in the queue. 0 means: start at once or not at all."""
@@ -255,6 +307,8 @@ class ServiceTerms(google.protobuf.message.Message):
     """The request may be refused before others under load."""
     cache_salt: builtins.str
     """Narrows who shares cached prefixes with this request. Never widens."""
+    order: builtins.int
+    """Order within the class, lower first; requests of one order go by the policy. In [-1000, 1000]."""
     def __init__(
         self,
         *,
@@ -267,9 +321,10 @@ class ServiceTerms(google.protobuf.message.Message):
         keep_tail_tokens: builtins.int | None = ...,
         may_shed: builtins.bool = ...,
         cache_salt: builtins.str = ...,
+        order: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_deadline_ms", b"_deadline_ms", "_keep_head_tokens", b"_keep_head_tokens", "_keep_tail_tokens", b"_keep_tail_tokens", "_queue_timeout_ms", b"_queue_timeout_ms", "_ttft_deadline_ms", b"_ttft_deadline_ms", "deadline_ms", b"deadline_ms", "keep_head_tokens", b"keep_head_tokens", "keep_tail_tokens", b"keep_tail_tokens", "queue_timeout_ms", b"queue_timeout_ms", "ttft_deadline_ms", b"ttft_deadline_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline_ms", b"_deadline_ms", "_keep_head_tokens", b"_keep_head_tokens", "_keep_tail_tokens", b"_keep_tail_tokens", "_queue_timeout_ms", b"_queue_timeout_ms", "_ttft_deadline_ms", b"_ttft_deadline_ms", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "keep_head_tokens", b"keep_head_tokens", "keep_tail_tokens", b"keep_tail_tokens", "may_shed", b"may_shed", "may_trim", b"may_trim", "priority", b"priority", "queue_timeout_ms", b"queue_timeout_ms", "ttft_deadline_ms", b"ttft_deadline_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_deadline_ms", b"_deadline_ms", "_keep_head_tokens", b"_keep_head_tokens", "_keep_tail_tokens", b"_keep_tail_tokens", "_queue_timeout_ms", b"_queue_timeout_ms", "_ttft_deadline_ms", b"_ttft_deadline_ms", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "keep_head_tokens", b"keep_head_tokens", "keep_tail_tokens", b"keep_tail_tokens", "may_shed", b"may_shed", "may_trim", b"may_trim", "order", b"order", "priority", b"priority", "queue_timeout_ms", b"queue_timeout_ms", "ttft_deadline_ms", b"ttft_deadline_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline_ms", b"_deadline_ms"]) -> typing.Literal["deadline_ms"] | None: ...
     @typing.overload
@@ -293,6 +348,8 @@ class GenerateEvent(google.protobuf.message.Message):
     DELTA_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    EMBEDDING_FIELD_NUMBER: builtins.int
     @property
     def accepted(self) -> global___Accepted: ...
     @property
@@ -301,6 +358,10 @@ class GenerateEvent(google.protobuf.message.Message):
     def finished(self) -> global___Finished: ...
     @property
     def progress(self) -> global___Progress: ...
+    @property
+    def prompt_logprobs(self) -> global___PromptLogprobs: ...
+    @property
+    def embedding(self) -> global___Embedding: ...
     def __init__(
         self,
         *,
@@ -308,10 +369,12 @@ class GenerateEvent(google.protobuf.message.Message):
         delta: global___Delta | None = ...,
         finished: global___Finished | None = ...,
         progress: global___Progress | None = ...,
+        prompt_logprobs: global___PromptLogprobs | None = ...,
+        embedding: global___Embedding | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished", "progress", b"progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished", "progress", b"progress"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "delta", "finished", "progress"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "embedding", b"embedding", "event", b"event", "finished", b"finished", "progress", b"progress", "prompt_logprobs", b"prompt_logprobs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "embedding", b"embedding", "event", b"event", "finished", b"finished", "progress", b"progress", "prompt_logprobs", b"prompt_logprobs"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "delta", "finished", "progress", "prompt_logprobs", "embedding"] | None: ...
 
 global___GenerateEvent = GenerateEvent
 
@@ -391,6 +454,46 @@ class Delta(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["choice", b"choice", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
 
 global___Delta = Delta
+
+@typing.final
+class PromptLogprobs(google.protobuf.message.Message):
+    """Log probabilities of a part of the prompt; the parts come in order and before the first delta."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    first_position: builtins.int
+    """Index in the prompt of the first of `tokens`."""
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[octavo.v1.common_pb2.TokenLogprobs]: ...
+    def __init__(
+        self,
+        *,
+        first_position: builtins.int = ...,
+        tokens: collections.abc.Iterable[octavo.v1.common_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_position", b"first_position", "tokens", b"tokens"]) -> None: ...
+
+global___PromptLogprobs = PromptLogprobs
+
+@typing.final
+class Embedding(google.protobuf.message.Message):
+    """The vector of an input."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: builtins.int
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
+
+global___Embedding = Embedding
 
 @typing.final
 class Progress(google.protobuf.message.Message):
@@ -584,6 +687,8 @@ class RequestEvent(google.protobuf.message.Message):
     FINISHED_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    EMBEDDING_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     @property
     def accepted(self) -> global___Accepted: ...
@@ -597,6 +702,10 @@ class RequestEvent(google.protobuf.message.Message):
 
     @property
     def progress(self) -> global___Progress: ...
+    @property
+    def prompt_logprobs(self) -> global___PromptLogprobs: ...
+    @property
+    def embedding(self) -> global___Embedding: ...
     def __init__(
         self,
         *,
@@ -606,10 +715,12 @@ class RequestEvent(google.protobuf.message.Message):
         finished: global___Finished | None = ...,
         error: octavo.v1.common_pb2.Error | None = ...,
         progress: global___Progress | None = ...,
+        prompt_logprobs: global___PromptLogprobs | None = ...,
+        embedding: global___Embedding | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "error", b"error", "event", b"event", "finished", b"finished", "progress", b"progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "error", b"error", "event", b"event", "finished", b"finished", "progress", b"progress", "request_id", b"request_id"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "delta", "finished", "error", "progress"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "embedding", b"embedding", "error", b"error", "event", b"event", "finished", b"finished", "progress", b"progress", "prompt_logprobs", b"prompt_logprobs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "delta", b"delta", "embedding", b"embedding", "error", b"error", "event", b"event", "finished", b"finished", "progress", b"progress", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "delta", "finished", "error", "progress", "prompt_logprobs", "embedding"] | None: ...
 
 global___RequestEvent = RequestEvent
 

@@ -380,6 +380,9 @@ class SubmitEvent(google.protobuf.message.Message):
     ADAPTER_FIELD_NUMBER: builtins.int
     MAY_SHED_FIELD_NUMBER: builtins.int
     FINISHED_CHOICES_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
+    SCORED_TOKENS_FIELD_NUMBER: builtins.int
+    POOLING_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     model: builtins.str
     priority: octavo.v1.common_pb2.Priority.ValueType
@@ -394,6 +397,11 @@ class SubmitEvent(google.protobuf.message.Message):
     paced: builtins.bool
     adapter: builtins.str
     may_shed: builtins.bool
+    order: builtins.int
+    """As in ServiceTerms."""
+    scored_tokens: builtins.int
+    """As in GenerateRequest."""
+    pooling: octavo.v1.common_pb2.Pooling.ValueType
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -425,13 +433,18 @@ class SubmitEvent(google.protobuf.message.Message):
         adapter: builtins.str | None = ...,
         may_shed: builtins.bool = ...,
         finished_choices: collections.abc.Iterable[builtins.int] | None = ...,
+        order: builtins.int = ...,
+        scored_tokens: builtins.int = ...,
+        pooling: octavo.v1.common_pb2.Pooling.ValueType | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_adapter", b"_adapter", "_deadline", b"_deadline", "_queue_deadline", b"_queue_deadline", "_ttft_deadline", b"_ttft_deadline", "adapter", b"adapter", "deadline", b"deadline", "queue_deadline", b"queue_deadline", "sampling", b"sampling", "ttft_deadline", b"ttft_deadline"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_adapter", b"_adapter", "_deadline", b"_deadline", "_queue_deadline", b"_queue_deadline", "_ttft_deadline", b"_ttft_deadline", "adapter", b"adapter", "deadline", b"deadline", "finished_choices", b"finished_choices", "may_shed", b"may_shed", "model", b"model", "paced", b"paced", "priority", b"priority", "prompt_keys", b"prompt_keys", "prompt_token_ids", b"prompt_token_ids", "queue_deadline", b"queue_deadline", "request_id", b"request_id", "resumed", b"resumed", "root_key", b"root_key", "sampling", b"sampling", "tenant", b"tenant", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_adapter", b"_adapter", "_deadline", b"_deadline", "_pooling", b"_pooling", "_queue_deadline", b"_queue_deadline", "_ttft_deadline", b"_ttft_deadline", "adapter", b"adapter", "deadline", b"deadline", "pooling", b"pooling", "queue_deadline", b"queue_deadline", "sampling", b"sampling", "ttft_deadline", b"ttft_deadline"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_adapter", b"_adapter", "_deadline", b"_deadline", "_pooling", b"_pooling", "_queue_deadline", b"_queue_deadline", "_ttft_deadline", b"_ttft_deadline", "adapter", b"adapter", "deadline", b"deadline", "finished_choices", b"finished_choices", "may_shed", b"may_shed", "model", b"model", "order", b"order", "paced", b"paced", "pooling", b"pooling", "priority", b"priority", "prompt_keys", b"prompt_keys", "prompt_token_ids", b"prompt_token_ids", "queue_deadline", b"queue_deadline", "request_id", b"request_id", "resumed", b"resumed", "root_key", b"root_key", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "tenant", b"tenant", "ttft_deadline", b"ttft_deadline"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_adapter", b"_adapter"]) -> typing.Literal["adapter"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline", b"_deadline"]) -> typing.Literal["deadline"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_pooling", b"_pooling"]) -> typing.Literal["pooling"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_queue_deadline", b"_queue_deadline"]) -> typing.Literal["queue_deadline"] | None: ...
     @typing.overload

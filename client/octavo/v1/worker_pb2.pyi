@@ -301,6 +301,7 @@ class SchedulerMessage(google.protobuf.message.Message):
     CANCEL_FIELD_NUMBER: builtins.int
     PIN_FIELD_NUMBER: builtins.int
     LEAVE_FIELD_NUMBER: builtins.int
+    ALIVE_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello:
         """First."""
@@ -315,6 +316,8 @@ class SchedulerMessage(google.protobuf.message.Message):
     def leave(self) -> global___Leave:
         """Last."""
 
+    @property
+    def alive(self) -> global___Alive: ...
     def __init__(
         self,
         *,
@@ -323,12 +326,27 @@ class SchedulerMessage(google.protobuf.message.Message):
         cancel: global___Cancel | None = ...,
         pin: global___Pin | None = ...,
         leave: global___Leave | None = ...,
+        alive: global___Alive | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "hello", b"hello", "leave", b"leave", "message", b"message", "pin", b"pin", "plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "hello", b"hello", "leave", b"leave", "message", b"message", "pin", b"pin", "plan", b"plan"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "plan", "cancel", "pin", "leave"] | None: ...
+    def HasField(self, field_name: typing.Literal["alive", b"alive", "cancel", b"cancel", "hello", b"hello", "leave", b"leave", "message", b"message", "pin", b"pin", "plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cancel", b"cancel", "hello", b"hello", "leave", b"leave", "message", b"message", "pin", b"pin", "plan", b"plan"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "plan", "cancel", "pin", "leave", "alive"] | None: ...
 
 global___SchedulerMessage = SchedulerMessage
+
+@typing.final
+class Alive(google.protobuf.message.Message):
+    """The answer to Standby: the scheduler runs, and keeps the worker. One that has answered before and does so no
+    more, for as long as the worker waits, loses the worker to the one that stands by.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___Alive = Alive
 
 @typing.final
 class Leave(google.protobuf.message.Message):
@@ -449,6 +467,8 @@ class Admit(google.protobuf.message.Message):
     PROMPT_OF_FIELD_NUMBER: builtins.int
     SHARED_KEYS_FIELD_NUMBER: builtins.int
     SAMPLING_OF_FIELD_NUMBER: builtins.int
+    SCORE_FROM_FIELD_NUMBER: builtins.int
+    POOLING_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Never reused within a session; ascending."""
     prompt_len: builtins.int
@@ -471,6 +491,12 @@ class Admit(google.protobuf.message.Message):
     """An earlier admission of this plan with the same `sampling`, which then is missing here. Only for a worker
     whose description says `shared_sampling`.
     """
+    score_from: builtins.int
+    """Report the log probabilities of the prompt's tokens from this index on, which is at least 1; cached
+    blocks of what is to be scored are not used. Absent: of none.
+    """
+    pooling: octavo.v1.common_pb2.Pooling.ValueType
+    """Report the vector of the tokens before the first token. Absent: none is wanted."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt and, on resume, output so far."""
@@ -495,17 +521,23 @@ class Admit(google.protobuf.message.Message):
         prompt_of: builtins.int | None = ...,
         shared_keys: builtins.int = ...,
         sampling_of: builtins.int | None = ...,
+        score_from: builtins.int | None = ...,
+        pooling: octavo.v1.common_pb2.Pooling.ValueType | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_adapter", b"_adapter", "_prompt_of", b"_prompt_of", "_reserve_tokens", b"_reserve_tokens", "_sampling_of", b"_sampling_of", "adapter", b"adapter", "prompt_of", b"prompt_of", "reserve_tokens", b"reserve_tokens", "sampling", b"sampling", "sampling_of", b"sampling_of"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_adapter", b"_adapter", "_prompt_of", b"_prompt_of", "_reserve_tokens", b"_reserve_tokens", "_sampling_of", b"_sampling_of", "adapter", b"adapter", "choice", b"choice", "handle", b"handle", "hold_after_finish", b"hold_after_finish", "keys", b"keys", "priority", b"priority", "prompt_len", b"prompt_len", "prompt_of", b"prompt_of", "reserve_tokens", b"reserve_tokens", "sampling", b"sampling", "sampling_of", b"sampling_of", "shared_keys", b"shared_keys", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_adapter", b"_adapter", "_pooling", b"_pooling", "_prompt_of", b"_prompt_of", "_reserve_tokens", b"_reserve_tokens", "_sampling_of", b"_sampling_of", "_score_from", b"_score_from", "adapter", b"adapter", "pooling", b"pooling", "prompt_of", b"prompt_of", "reserve_tokens", b"reserve_tokens", "sampling", b"sampling", "sampling_of", b"sampling_of", "score_from", b"score_from"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_adapter", b"_adapter", "_pooling", b"_pooling", "_prompt_of", b"_prompt_of", "_reserve_tokens", b"_reserve_tokens", "_sampling_of", b"_sampling_of", "_score_from", b"_score_from", "adapter", b"adapter", "choice", b"choice", "handle", b"handle", "hold_after_finish", b"hold_after_finish", "keys", b"keys", "pooling", b"pooling", "priority", b"priority", "prompt_len", b"prompt_len", "prompt_of", b"prompt_of", "reserve_tokens", b"reserve_tokens", "sampling", b"sampling", "sampling_of", b"sampling_of", "score_from", b"score_from", "shared_keys", b"shared_keys", "token_ids", b"token_ids"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_adapter", b"_adapter"]) -> typing.Literal["adapter"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_pooling", b"_pooling"]) -> typing.Literal["pooling"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_prompt_of", b"_prompt_of"]) -> typing.Literal["prompt_of"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_reserve_tokens", b"_reserve_tokens"]) -> typing.Literal["reserve_tokens"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_sampling_of", b"_sampling_of"]) -> typing.Literal["sampling_of"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_score_from", b"_score_from"]) -> typing.Literal["score_from"] | None: ...
 
 global___Admit = Admit
 
@@ -667,7 +699,7 @@ global___Draining = Draining
 
 @typing.final
 class Standby(google.protobuf.message.Message):
-    """Another scheduler asks for the worker again and again, and would take it at once. Said each second."""
+    """Another scheduler asks for the worker again and again, and would take it at once. Said each time."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -716,6 +748,8 @@ class Report(google.protobuf.message.Message):
     PREFILLED_HANDLES_FIELD_NUMBER: builtins.int
     PREFILLED_TOKENS_FIELD_NUMBER: builtins.int
     SIMULATED_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    EMBEDDINGS_FIELD_NUMBER: builtins.int
     step: builtins.int
     status: global___StepStatus.ValueType
     live_count: builtins.int
@@ -763,6 +797,12 @@ class Report(google.protobuf.message.Message):
 
     @property
     def prefilled_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SequenceLogprobs]:
+        """Of tokens of prompts that were scored in this step."""
+
+    @property
+    def embeddings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SequenceEmbedding]: ...
     def __init__(
         self,
         *,
@@ -787,9 +827,11 @@ class Report(google.protobuf.message.Message):
         prefilled_handles: collections.abc.Iterable[builtins.int] | None = ...,
         prefilled_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         simulated: builtins.bool = ...,
+        prompt_logprobs: collections.abc.Iterable[global___SequenceLogprobs] | None = ...,
+        embeddings: collections.abc.Iterable[global___SequenceEmbedding] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key_events", b"key_events", "pool", b"pool", "timing", b"timing"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "digest", b"digest", "errors", b"errors", "finished", b"finished", "first_positions", b"first_positions", "key_events", b"key_events", "live_count", b"live_count", "logprobs", b"logprobs", "pool", b"pool", "prefilled_handles", b"prefilled_handles", "prefilled_tokens", b"prefilled_tokens", "refused", b"refused", "released", b"released", "simulated", b"simulated", "stalled", b"stalled", "status", b"status", "step", b"step", "timing", b"timing", "token_counts", b"token_counts", "token_handles", b"token_handles", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "digest", b"digest", "embeddings", b"embeddings", "errors", b"errors", "finished", b"finished", "first_positions", b"first_positions", "key_events", b"key_events", "live_count", b"live_count", "logprobs", b"logprobs", "pool", b"pool", "prefilled_handles", b"prefilled_handles", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "released", b"released", "simulated", b"simulated", "stalled", b"stalled", "status", b"status", "step", b"step", "timing", b"timing", "token_counts", b"token_counts", "token_handles", b"token_handles", "token_ids", b"token_ids"]) -> None: ...
 
 global___Report = Report
 
@@ -799,7 +841,10 @@ class SequenceLogprobs(google.protobuf.message.Message):
 
     HANDLE_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
+    FIRST_POSITION_FIELD_NUMBER: builtins.int
     handle: builtins.int
+    first_position: builtins.int
+    """Index in the prompt of the first of `tokens`; 0 where they are of the output."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[octavo.v1.common_pb2.TokenLogprobs]: ...
     def __init__(
@@ -807,10 +852,30 @@ class SequenceLogprobs(google.protobuf.message.Message):
         *,
         handle: builtins.int = ...,
         tokens: collections.abc.Iterable[octavo.v1.common_pb2.TokenLogprobs] | None = ...,
+        first_position: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["handle", b"handle", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_position", b"first_position", "handle", b"handle", "tokens", b"tokens"]) -> None: ...
 
 global___SequenceLogprobs = SequenceLogprobs
+
+@typing.final
+class SequenceEmbedding(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    handle: builtins.int
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        handle: builtins.int = ...,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "values", b"values"]) -> None: ...
+
+global___SequenceEmbedding = SequenceEmbedding
 
 @typing.final
 class FinishedSequence(google.protobuf.message.Message):

@@ -19,7 +19,7 @@ from octavo_lab.chaos.links import WAYS, Links
 from octavo_lab.chaos.schedule import KINDS, TAKES_AWAY, Action
 from octavo_lab.chaos.stack import ChaosStack, send
 
-_BACK_WITHIN_S: Final = 180.0
+_BACK_WITHIN_S: Final = 600.0
 """A process that is drained has ended and serves again within so long, or the stack is broken."""
 
 
@@ -80,7 +80,7 @@ class Attack:
             self.done.append(Done(action, at, ""))
             return
         child = children[action.target % len(children)]
-        if action.kind in TAKES_AWAY and stack.spares and not await stack.ready() - {child.address}:
+        if action.kind in TAKES_AWAY and stack.spares and not await stack.has_another(child):
             self.done.append(Done(action, at, ""))
             return
         self.done.append(Done(action, at, child.name))

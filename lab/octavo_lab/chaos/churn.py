@@ -18,7 +18,7 @@ from octavo_lab.plots import panels, save, styled
 from octavo_lab.report import table
 
 _SPEED: Final = ("--sim-speed", "50", "--max-num-seqs", "128")
-_READY_S: Final = 120.0
+_READY_S: Final = 600.0
 _SAMPLES: Final = 240
 _SHOWN: Final = 12
 _MIB: Final = 2**20

@@ -27,6 +27,13 @@ FLAGS: Final[tuple[Flag, ...]] = (
     ("--gateways", int, 2, "N", "HTTP gateways"),
     ("--max-tokens", int, 96, "N", "tokens of the longest answer"),
     ("--watchdog", float, 3.0, "S", "a worker that owes a report for longer is lost; slow steps want more"),
+    (
+        "--model",
+        str,
+        None,
+        "MODEL",
+        "of torch and vllm workers; by default the demo model",
+    ),
     ("--seed", int, 1, "N", "the same seed does the same at the same time"),
     ("--kinds", str, ",".join(KINDS), "KIND,...", "what to do"),
     ("--poison", float, None, "S", "a request that kills workers, every so many seconds"),
@@ -74,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _sizes(arguments: argparse.Namespace) -> Sizes:
     return Sizes(
         runner=arguments.runner,
+        model=arguments.model,
         workers=arguments.workers,
         schedulers=arguments.schedulers,
         gateways=arguments.gateways,

@@ -145,7 +145,7 @@ def _compare(report: Findings, calm: Sequence[Reply], poisons: Sequence[Reply]) 
 async def _audit(report: Findings, stack: ChaosStack, before: Mapping[str, tuple[int, int]]) -> None:
     """Have every pool verified, and the accounts; see what processes hold."""
     try:
-        statuses = await stack.settled(_IDLE_S)
+        statuses = await stack.settled(_READY_S if stack.spares else _IDLE_S)
     except StackError as error:
         report.leaked += 1
         report.findings.append(str(error))

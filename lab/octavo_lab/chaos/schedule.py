@@ -38,8 +38,8 @@ KINDS: Final[dict[str, tuple[str, float, float]]] = {
 """By name: what it strikes, and for how many seconds, at least and at most. Faults are set on a worker."""
 PAST_WATCHDOG: Final = ("stop-worker-long", "hang")
 """Kinds that last so much longer than a worker may owe a report."""
-TAKES_AWAY: Final = ("kill-worker", "drain-worker", *PAST_WATCHDOG)
-"""Kinds after which a worker starts anew."""
+TAKES_AWAY: Final = (*(kind for kind in KINDS if kind.startswith(("kill-", "drain-"))), *PAST_WATCHDOG)
+"""Kinds after which a process starts anew."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ class Sizes:
     netns: bool = False
     watchdog_s: float = 3.0
     """A worker that owes a report for longer is lost."""
+    model: str | None = None
+    """Of the workers; None: as RUNNERS says."""
     worker_args: Sequence[str] = ()
 
 
@@ -58,8 +60,9 @@ class ChaosStack(Stack):
     def __init__(self, sizes: Sizes, namespaces: Namespaces | None, *, poisoned: bool) -> None:
         model, flags = RUNNERS[sizes.runner]
         self.spares = sizes.runner != "sim"
-        """A model takes long to load: while another worker is away, none is taken away."""
+        """Processes take long to start then: the last one of a kind that serves is not taken away."""
         self.poison = POISON[model] if poisoned else None
+        model = sizes.model or model
         poison_flags = ("--poison-token", str(self.poison)) if poisoned else ()
         common = ("--max-num-seqs", "32", "--enable-faults")
         worker_args = (*flags, *common, *poison_flags, *sizes.worker_args)
@@ -185,10 +188,14 @@ class ChaosStack(Stack):
 
         return await asyncio.gather(*map(ask, self.schedulers))
 
-    async def ready(self) -> set[str]:
-        """Return the addresses of the workers that some scheduler has."""
-        told = [status for status in await self.statuses() if status is not None]
-        return {one.worker_id for status in told for one in status.workers if one.state == "ready"}
+    async def has_another(self, child: Child) -> bool:
+        """Return whether another process of its kind serves: a worker when some scheduler has it."""
+        if child in self.workers:
+            told = [status for status in await self.statuses() if status is not None]
+            ready = {one.worker_id for status in told for one in status.workers if one.state == "ready"}
+            return bool(ready - {child.address})
+        kind = self.schedulers if child in self.schedulers else self.gateways
+        return any(one.alive and one.name not in self._starting for one in kind if one is not child)
 
     async def settled(
         self, timeout_s: float, *, idle: bool = True, without: Popen[bytes] | None = None

@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from octavo.protocol.keys import chain, root_key
-from octavo.protocol.steps import Admit, FinishReason, Plan, Report, StepStatus, TokenLogprobs
+from octavo.protocol.steps import (
+    Admit,
+    FinishReason,
+    Plan,
+    Pooling,
+    Report,
+    StepStatus,
+    TokenLogprobs,
+)
 from octavo.sampling import SamplingParams
 
 from worker_svc.engine.loop import StepEngine
@@ -34,8 +42,12 @@ class EngineJob:
     sampling: SamplingParams
     choice: int = 0
     cancel_in: Phase | None = None
+    pooling: Pooling | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the tokens of the prompt from the second one on."""
+    embedding: tuple[float, ...] = ()
     num_left: int = 0
     """Tokens to prefill."""
     num_sealed: int = 0
@@ -45,6 +57,12 @@ class EngineJob:
     def tokens(self) -> list[int]:
         """Prompt and output."""
         return self.prompt + self.output
+
+    @property
+    def score_from(self) -> int | None:
+        """Index of the first token of its prompt that is to be scored, if any is."""
+        first = len(self.prompt_logprobs) + 1
+        return first if self.sampling.prompt_logprobs is not None and first < len(self.prompt) else None
 
     @property
     def phase(self) -> Phase:
@@ -122,7 +140,16 @@ class PlanWorkload:
     def _admit(self, job: EngineJob) -> Admit:
         handle, keys = next(self._handles), self._keys(job)
         job.num_sealed, self._asked[handle] = len(keys), job
-        return Admit(handle, job.tokens, len(job.prompt), job.sampling, job.choice, tuple(keys))
+        return Admit(
+            handle,
+            job.tokens,
+            len(job.prompt),
+            job.sampling,
+            job.choice,
+            tuple(keys),
+            score_from=job.score_from,
+            pooling=job.pooling,
+        )
 
     def _keys(self, job: EngineJob) -> list[bytes]:
         return chain(self._root, job.tokens, self._block_size) if self._block_size else []
@@ -149,6 +176,12 @@ class PlanWorkload:
             del live[handle]
         for handle, num_tokens in report.prefilled:
             live[handle].num_left -= num_tokens
+        for handle, (first, scores) in report.prompt_logprobs.items():
+            job = live[handle]
+            require("each token of a prompt is scored once", first == len(job.prompt_logprobs) + 1, first)
+            job.prompt_logprobs += scores
+        for handle, vector in report.embeddings.items():
+            live[handle].embedding = vector
         for handle, token_id in zip(report.token_handles, report.token_ids, strict=True):
             live[handle].output.append(token_id)
             live[handle].logprobs.extend(report.logprobs.get(handle, ()))

@@ -21,7 +21,7 @@ class Edf:
 
     def __init__(self, charges: Charges, starvation_age_s: float) -> None:
         self._starvation_age_s = starvation_age_s
-        self._waiting = SortedSequences()
+        self._waiting = SortedSequences(starvation_age_s, key_ages=True)
 
     def push(self, sequence: Sequence) -> None:
         """Take a sequence in."""
@@ -34,11 +34,11 @@ class Edf:
 
     def order(self, now: float) -> Iterator[Sequence]:
         """Yield by deadline."""
-        return iter(self._waiting)
+        return self._waiting.order(now)
 
     def ahead_of(self, newcomer: AdmissionRequest, now: float) -> int:
         """Return those whose deadline comes first."""
-        return self._waiting.num_up_to(self._due_at(newcomer, now))
+        return self._waiting.ahead_of(newcomer, now, self._due_at(newcomer, now))
 
     def _due_at(self, request: NewRequest | AdmissionRequest, arrival: float) -> float:
         deadlines = (request.ttft_deadline, request.deadline, arrival + self._starvation_age_s)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import ClassVar
 
 from scheduler_svc.core.events import AdmissionRequest
-from scheduler_svc.core.policies.base import Charges
+from scheduler_svc.core.policies.base import Charges, SortedSequences
 from scheduler_svc.core.request import Sequence
 
 _IDLE_TENANTS = 64
@@ -26,24 +25,28 @@ class Fair:
 
     def __init__(self, charges: Charges, starvation_age_s: float) -> None:
         self._charges = charges
-        self._by_tenant: dict[str, OrderedDict[Sequence, None]] = {}
+        self._starvation_age_s = starvation_age_s
+        self._by_tenant: dict[str, SortedSequences] = {}
 
     def push(self, sequence: Sequence) -> None:
         """Take a sequence in."""
-        self._by_tenant.setdefault(sequence.request.tenant, OrderedDict())[sequence] = None
+        tenant = sequence.request.tenant
+        if tenant not in self._by_tenant:
+            self._by_tenant[tenant] = SortedSequences(self._starvation_age_s)
+        self._by_tenant[tenant].add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that was pushed."""
         tenant = sequence.request.tenant
         waiting = self._by_tenant[tenant]
-        del waiting[sequence]
+        waiting.remove(sequence)
         if not waiting:
             del self._by_tenant[tenant]
 
     def order(self, now: float) -> Iterator[Sequence]:
         """Yield as if each one yielded were charged its prompt at once."""
         level = self._charges.level
-        lines = {tenant: iter(waiting) for tenant, waiting in self._by_tenant.items()}
+        lines = {tenant: waiting.order(now) for tenant, waiting in self._by_tenant.items()}
         charged = dict.fromkeys(lines, 0.0)
         heap = [(level(tenant), number, tenant) for number, tenant in enumerate(lines)]
         heapq.heapify(heap)
@@ -59,7 +62,8 @@ class Fair:
 
     def ahead_of(self, newcomer: AdmissionRequest, now: float) -> int:
         """Return as many of each tenant as this one has with the newcomer: they take turns."""
-        own = len(self._by_tenant.get(newcomer.tenant, ()))
+        mine = self._by_tenant.get(newcomer.tenant)
+        own = mine.ahead_of(newcomer, now) if mine is not None else 0
         others = (len(waiting) for other, waiting in self._by_tenant.items() if other != newcomer.tenant)
         return own + sum(min(count, own + 1) for count in others)
 

@@ -218,6 +218,11 @@ class FakeScheduler(pb_grpc.GenerationServicer):
         """When those that are refused are to come back."""
         self.serving: bool | None = None
         """What it says of its health; None is not to know the question."""
+        self.may_answer = asyncio.Event()
+        """Whether it answers who asks for its health; it stands still otherwise."""
+        self.may_answer.set()
+        self.asked = 0
+        """How often it was asked."""
         self.answering_cancels = True
         self.dying_after_accepted = False
         self.tokenizing = 0
@@ -253,6 +258,8 @@ class FakeScheduler(pb_grpc.GenerationServicer):
             await server.stop(grace_s)
 
     async def _check(self, request: bytes, context: object) -> bytes:
+        self.asked += 1
+        await self.may_answer.wait()
         return b"\x08\x01" if self.serving else b"\x08\x02"
 
     async def let_go(self, reason: str, endpoint: str = "") -> None:

@@ -27,6 +27,13 @@ def test_page_links_lead_to_files_that_exist(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_every_test_that_security_names_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs/security.md").read_text())
+
+    assert len(named) > 20
+    assert [one for one in named if f"def {one[1]}" not in (ROOT / one[0]).read_text()] == []
+
+
 def test_every_command_is_in_the_table_of_commands() -> None:
     page = (ROOT / "docs/cli.md").read_text()
 

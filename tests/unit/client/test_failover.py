@@ -127,6 +127,36 @@ async def test_endpoint_that_takes_connections_and_says_nothing_does_not_stand_i
             assert (await client.generate("hello", max_tokens=2, seed=1)).text == expected_text(1, 2)
 
 
+async def test_request_leaves_a_scheduler_that_stands_still_when_another_one_serves() -> None:
+    async with (
+        schedulers(True, False) as (first, second),
+        AsyncClient([first.endpoint, second.endpoint]) as client,
+    ):
+        stream, text = await begin(client, first)
+        first.may_answer.clear()
+        rest = asyncio.create_task(rest_of(stream))
+        await until(lambda: second.asked > 0)
+        assert (len(first.requests), len(second.requests)) == (1, 0)
+        second.serving = True
+
+        assert text + await rest == expected_text(3, 6)
+        assert [len(fake.requests) for fake in (first, second)] == [1, 1]
+
+
+async def test_request_stays_at_a_scheduler_that_is_only_silent() -> None:
+    async with (
+        schedulers(True, True) as (first, second),
+        AsyncClient([first.endpoint, second.endpoint]) as client,
+    ):
+        stream, text = await begin(client, first)
+        dialled = first.asked
+        await until(lambda: first.asked > dialled + 1)
+        await first.allow()
+
+        assert text + await rest_of(stream) == expected_text(3, 6)
+        assert [len(fake.requests) for fake in (first, second)] == [1, 0]
+
+
 async def test_only_scheduler_has_lost_its_worker_for_good_fails_with_what_came(
     scheduler: FakeScheduler,
 ) -> None:

@@ -175,3 +175,51 @@ def test_loading_and_standing_by_are_not_taken_for_stuck(overlay: str) -> None:
             probe = container["startupProbe"]
             assert "--alive" not in probe["exec"]["command"]
             assert probe["periodSeconds"] * probe["failureThreshold"] >= 1800
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_plaintext_is_for_the_demo_alone(overlay: str) -> None:
+    for name, container in containers(overlay):
+        if container["name"] != "ranks":  # which only Ray speaks to
+            variables = {one["name"] for one in container.get("env", ())}
+            is_demo = overlay in ("cpu-demo", "observe")
+            assert ("--insecure" in container["args"]) is is_demo, name
+            assert ({"OCTAVO_TLS_CA", "OCTAVO_TLS_CERT", "OCTAVO_TLS_KEY"} <= variables) is not is_demo, name
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_probes_need_no_key(overlay: str) -> None:
+    for name, container in containers(overlay):
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            if probe in container:
+                assert container[probe]["exec"]["command"][:2] == ["octavo", "health"], name
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "ray", "tls"])
+def test_certificates_bear_the_names_that_services_are_called_by(overlay: str) -> None:
+    certificates = {
+        one["metadata"]["name"]: one["spec"].get("dnsNames", [])
+        for one in objects(overlay)
+        if one["kind"] == "Certificate"
+    }
+    arguments = [word for _, container in containers(overlay) for word in container["args"]]
+    endpoints = [word.removeprefix("--endpoint=") for word in arguments if word.startswith("--endpoint=")]
+    called = {one.rpartition(":")[0] for endpoint in endpoints for one in endpoint.split(",")}
+    assert called
+    assert called <= set(certificates["octavo-scheduler"])
+    for one in objects(overlay):
+        if one["kind"] == "ServiceMonitor":
+            (endpoint,) = one["spec"]["endpoints"]
+            name = endpoint["tlsConfig"]["serverName"]
+            assert endpoint["scheme"] == "https"
+            assert name in certificates[one["metadata"]["name"]]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_secrets_that_pods_mount_are_made_here_or_told_of(overlay: str) -> None:
+    told = (KUBERNETES.parents[1] / "docs" / "deploying.md").read_text(encoding="utf-8")
+    made = {one["spec"].get("secretName") for one in objects(overlay) if one["kind"] == "Certificate"}
+    for _, template in templates(overlay):
+        for volume in template["spec"].get("volumes", ()):
+            name = volume.get("secret", {}).get("secretName")
+            assert name is None or name in made or f"secret generic {name} " in told

@@ -69,6 +69,7 @@ class ScriptedStream:
         self._numbers = iter(range(max(1, len(script.pieces))))
         self.accepted = Accepted(0, None, 10, 0, 1, in_reasoning=script.in_reasoning)
         self.result = GenerateResult("r", (script.choice,), 1)
+        self.prompt_logprobs = self.result.prompt_logprobs
 
     async def progress(self) -> Progress | None:
         script, number = self._script, next(self._numbers, None)

@@ -19,6 +19,7 @@ from octavo.gateway.schemas import (
     CompletionRequest,
     ContentPart,
     DetokenizeRequest,
+    EmbeddingRequest,
     GenerationRequest,
     JsonSchema,
     Message,
@@ -117,6 +118,7 @@ LEAST: dict[type[Strict], dict[str, Any]] = {
     StreamOptions: {},
     StructuredOutputs: {"json": {"a": 1}},
     TokenizeRequest: {"prompt": "x"},
+    EmbeddingRequest: {"input": "x"},
 }
 """A body of each kind, with little more than it needs."""
 
@@ -208,8 +210,8 @@ def test_a_request_without_a_key_says_so_and_lends_none() -> None:
 
 @pytest.mark.parametrize(("value", "prompts"), [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"])])
 def test_prompts_are_texts_or_tokens_one_or_many(value: Any, prompts: list[Any]) -> None:
-    assert translate.completion_prompts(completion(prompt=value)) == prompts
-    assert translate.completion_prompts(completion(prompt=[[1], [2, 3]])) == [[1], [2, 3]]
+    assert translate.prompts(completion(prompt=value).prompt) == prompts
+    assert translate.prompts(completion(prompt=[[1], [2, 3]]).prompt) == [[1], [2, 3]]
 
 
 def test_chat_parts_are_joined_and_tool_calls_kept() -> None:

@@ -52,15 +52,22 @@ VALUES: dict[str, Any] = {
     "stop_token_ids": (7,),
     "structured": StructuredOutput(regex="a+"),
     "ignore_eos": True,
+    "allowed_token_ids": (3, 7),
+    "bad_words": ("no",),
+    "bad_words_token_ids": ((5,), (6, 7)),
+    "include_stop_str_in_output": True,
+    "logprob_token_ids": (4,),
     **{name: 0.5 for name, one in SCALARS.items() if one.kind is float},
     **{name: 3 for name, one in SCALARS.items() if one.kind is int},
 }
 """A value of each parameter that asks for something."""
-OPEN = {"seed", "max_tokens", "logprobs"}
+OPEN = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
 """Numbers without a neutral value: drawn, as the context leaves, none."""
-WITHOUT_FLAG = {"n", "logprobs", "ignore_eos"}
+WITHOUT_FLAG = {"n", "logprobs", "ignore_eos", "include_stop_str_in_output", "prompt_logprobs"}
 """The command line shows one choice and no log probabilities; its --ignore-eos takes no value."""
-SCHEDULER = {"n", "stop"}
+SCHEDULER = {"n", "stop", "bad_words", "include_stop_str_in_output"}
+READ_OFF = {"prompt_logprobs"}
+"""Of the hidden states of prompts, where the runner has them."""
 ENGINE = {"max_tokens", "ignore_eos", "stop_token_ids", "structured"}
 """Conditions that end a sequence, and what has a guide made for it."""
 SEEDED_BY_STEP = {"seed"}
@@ -116,9 +123,12 @@ def test_parameter_goes_from_the_sdk_into_the_request(name: str) -> None:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameter_goes_from_http_into_the_request(name: str) -> None:
     body = IN_HTTP.get(name, {name: VALUES[name]})
+    if name == "logprob_token_ids":
+        body = {**body, "logprobs": True}
     chat = chat_job(ChatRequest(messages=[{"role": "user", "content": "x"}], **body), {})
     assert getattr(sampling_of(chat.options), name) == VALUES[name]
-    body = body if name != "logprobs" else {"logprobs": 3}
+    body = {**body, "logprobs": 3} if "logprobs" in body else body
+    body.pop("top_logprobs", None)
     completion = completion_options(CompletionRequest(prompt="x", **body), {})
     assert getattr(sampling_of(completion), name) == VALUES[name]
 
@@ -138,14 +148,14 @@ def test_every_number_has_a_flag_of_the_command_line() -> None:
 def test_every_parameter_is_read_by_the_torch_runner_or_by_whom_it_concerns() -> None:
     sampling: Any = Recorder(SamplingParams(**VALUES))
     SamplingState(SequenceData(1, [1], 1, sampling), (2,), 100)
-    assert sampling.read | SCHEDULER | ENGINE == {*PARAMETERS}
+    assert sampling.read | SCHEDULER | ENGINE | READ_OFF == {*PARAMETERS}
 
 
 def test_every_parameter_is_read_by_the_vllm_runner_or_by_whom_it_concerns() -> None:
     sampling: Any = Recorder(SamplingParams(**VALUES))
     sampling_kwargs(sampling, (2,), 100)
     unsupported(sampling, 100)
-    assert sampling.read | SCHEDULER | ENGINE | SEEDED_BY_STEP == {*PARAMETERS}
+    assert sampling.read | SCHEDULER | ENGINE | SEEDED_BY_STEP | READ_OFF == {*PARAMETERS}
 
 
 def test_vllm_warms_up_every_parameter_that_its_sampler_knows() -> None:
@@ -198,7 +208,7 @@ def test_reason_is_a_complete_end_or_an_error_of_the_sdk(reason: FinishReason) -
 def test_reason_that_is_no_error_has_a_word_over_http_and_in_the_docs(reason: FinishReason) -> None:
     writer = CompletionWriter(CompletionRequest(prompt="x"), Head("id", 0, "m"), [""])
     result = end_of(reason).result()
-    word = json.loads(writer.whole(result.choices, [result.usage]))["choices"][0]["finish_reason"]
+    word = json.loads(writer.whole([result]))["choices"][0]["finish_reason"]
     assert word == reason.name.lower()
     assert f"`{word}`" in (DOCS / "gateway.md").read_text()
 

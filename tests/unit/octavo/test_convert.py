@@ -54,6 +54,12 @@ sampling = st.builds(
     n=st.none() | st.integers(1, 128),
     logprobs=st.none() | st.integers(0, 20),
     structured=st.none() | structured,
+    allowed_token_ids=st.lists(u32, max_size=3).map(tuple),
+    bad_words=st.lists(st.text("abc", min_size=1, max_size=8), max_size=3).map(tuple),
+    bad_words_token_ids=st.lists(st.lists(u32, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    include_stop_str_in_output=st.none() | st.booleans(),
+    logprob_token_ids=st.lists(u32, max_size=3).map(tuple),
+    prompt_logprobs=st.none() | st.integers(0, 20),
 )
 
 
@@ -71,6 +77,8 @@ def admits(draw: st.DrawFn) -> tuple[steps.Admit, ...]:
             hold_after_finish=draw(st.booleans()),
             priority=draw(st.sampled_from(steps.Priority)),
             adapter=draw(st.none() | text),
+            score_from=draw(st.none() | st.integers(1, 2**32 - 1)),
+            pooling=draw(st.none() | st.sampled_from(steps.Pooling)),
         )
         for handle in sorted(draw(st.sets(handles, max_size=3)))
     )
@@ -118,6 +126,10 @@ def reports(draw: st.DrawFn) -> steps.Report:
         first_positions=tuple(draw(st.lists(u32, min_size=len(counts), max_size=len(counts)))),
         token_ids=tuple(draw(st.lists(u32, min_size=total, max_size=total))),
         logprobs=draw(st.dictionaries(u64, st.lists(logprobs(), max_size=2).map(tuple), max_size=2)),
+        prompt_logprobs=draw(
+            st.dictionaries(u64, st.tuples(u32, st.lists(logprobs(), max_size=2).map(tuple)), max_size=2)
+        ),
+        embeddings=draw(st.dictionaries(u64, st.lists(floats(-1, 1), max_size=3).map(tuple), max_size=2)),
         finished=draw(
             st.lists(
                 st.builds(
@@ -189,6 +201,7 @@ def test_plan_from_noise_is_read_or_refused_and_nothing_else(noise: bytes) -> No
     ("kind", "prefix"),
     [
         (steps.Priority, common_pb2.Priority),
+        (steps.Pooling, common_pb2.Pooling),
         (steps.FinishReason, common_pb2.FinishReason),
         (steps.StepStatus, worker_pb2.StepStatus),
         (steps.StallReason, worker_pb2.StallReason),

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from octavo._sdk.channel import parse_tls
+from octavo.errors import InvalidRequestError
 from octavo.gateway.config import GatewaySettings
+from octavo.service.authority import Authority
 from octavo.service.security import server_tls
 from octavo.service.settings import ServiceSettings, SettingsError
+from octavo.service.tls import Tls
 from structlog.testing import capture_logs
 
 from scheduler_svc.config import SchedulerSettings
@@ -77,3 +82,23 @@ def test_variables_without_a_service_in_their_name_count_for_all(
     assert worker.server.worker_secret_file == scheduler.fleet.worker_secret_file == tmp_path / "secret"
     assert SchedulerSettings.load({"tls_ca": "flag.pem"}).server.tls_ca == Path("flag.pem")
     assert GatewaySettings.load({}).server.tls_cert == Path("its-own.pem")
+
+
+def test_files_of_a_client_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    authority = Authority.create()
+    authority.save(tmp_path)
+    for name in ("one", "two"):
+        authority.issue(tmp_path, name, (), timedelta(days=1))
+    (tmp_path / "text.pem").write_text("no certificate")
+    ca, one, one_key, two_key, text, missing = (
+        tmp_path / f"{name}.pem" for name in ("ca", "one", "one-key", "two-key", "text", "missing")
+    )
+    Tls(ca=ca, cert=one, key=one_key).check()
+    for given, problem in (
+        (Tls(ca=missing), "missing.pem: No such file"),
+        (Tls(ca=text), "text.pem: not certificates"),
+        (Tls(ca=ca, cert=one), "belong together"),
+        (Tls(ca=ca, cert=one, key=two_key), "two-key.pem: not a certificate and its key"),
+    ):
+        with pytest.raises(InvalidRequestError, match=problem):
+            parse_tls(given)

@@ -74,3 +74,15 @@ def test_secret_that_others_can_read_is_warned_about(tmp_path: Path) -> None:
         path.chmod(0o644)
         WorkerSecret(path)
     assert [line["event"] for line in logs] == ["secret_readable_by_others"]
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o440, False), (0o444, True)])
+def test_secret_that_kubernetes_gives_to_the_group_is_not_warned_about(
+    mode: int, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = secret_file(tmp_path / "s", OLD)
+    path.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with capture_logs() as logs:
+        WorkerSecret(path)
+    assert bool(logs) is warned

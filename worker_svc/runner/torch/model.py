@@ -39,6 +39,10 @@ class DecoderModel:
             x = block(x, turns, attention)
         return x
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return rows of the last layer's output as the head takes them."""
+        return self._norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [R, vocab] of R rows of the last layer's output."""
         return self._head(self._norm(hidden)).float()

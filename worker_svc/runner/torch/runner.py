@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from octavo.sampling import SamplingParams
@@ -23,6 +23,7 @@ from worker_svc.models.files import ModelFormat, ResolvedModel
 from worker_svc.models.progress import Progress
 from worker_svc.runner import host_memory
 from worker_svc.runner.base import BlockCopy, CopyTicket, LoadedModel, StepBatch, StepResult, guided_rows
+from worker_svc.runner.scoring import pool, score
 from worker_svc.runner.torch.attention import CPU_PIECES, CUDA_PIECES, PagedAttention
 from worker_svc.runner.torch.checkpoint import Checkpoint
 from worker_svc.runner.torch.compute import Compute, choose_compute
@@ -154,9 +155,11 @@ class TorchRunner:
             attention,
         )
         _refuse_non_finite(hidden, packed, pool)
+        result = StepResult({}, {})
+        self._read(hidden, packed, result)
         sampling = [placed for placed in packed.rows if placed.row.sample]
         if not sampling:
-            return StepResult({}, {})
+            return result
         last = [placed.first + placed.row.num_tokens - 1 for placed in sampling]
         logits = self._model.logits(hidden[torch.tensor(last, device=device)])
         guides, unguided = guided_rows(batch.rows)
@@ -166,7 +169,22 @@ class TorchRunner:
         )
         for handle in unguided:
             del sampled.token_ids[handle]
-        return StepResult(sampled.token_ids, sampled.logprobs, unguided)
+        return replace(result, token_ids=sampled.token_ids, logprobs=sampled.logprobs, unguided=unguided)
+
+    def _read(self, hidden: Tensor, packed: Packed, result: StepResult) -> None:
+        """Take from the hidden states what is wanted beside the next tokens."""
+        for placed in packed.rows:
+            row, sequence = placed.row, placed.row.sequence
+            own = hidden[placed.first : placed.first + row.num_tokens]
+            if scored := row.scored:
+                before = own[scored.start - 1 - row.start : scored.stop - 1 - row.start]
+                token_ids = sequence.token_ids[scored.start : scored.stop]
+                num_top = sequence.sampling.prompt_logprobs or 0
+                result.prompt_logprobs[sequence.handle] = score(
+                    before, token_ids, num_top, self._model.logits, self._config.vocab_size
+                )
+            if row.pooled is not None:
+                result.pooled[sequence.handle] = pool(self._model.normed(own), row.pooled)
 
 
 def describe(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from octavo.protocol.steps import TokenLogprobs
-from octavo.sampling import SamplingParams
 from torch import Tensor
 
-from worker_svc.errors import NotFinite
+from worker_svc.errors import NotFinite, NothingAllowed
 from worker_svc.grammar.backend import WORD_BITS, Mask
 from worker_svc.runner.base import SequenceData
+from worker_svc.runner.restrictions import Restrictions
+from worker_svc.runner.scoring import report
 from worker_svc.runner.torch.noise import gumbel, row_key, stream_key
 
 Ints = npt.NDArray[np.int64]
@@ -25,7 +26,6 @@ Floats = npt.NDArray[np.float32]
 _GREEDY_BELOW: Final = 1e-5
 """A temperature below this would overflow the division; it is greedy for all purposes."""
 _NO_MASKS: Final[Mapping[int, Mask]] = MappingProxyType({})
-_NONE: Final = np.empty(0, dtype=np.int64)
 _NUCLEUS_GUESS: Final = 256
 """So many best tokens almost always cover top_p; a row that needs more is sorted whole."""
 _MOST_EDITED: Final = 1e30
@@ -48,6 +48,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._states: dict[int, SamplingState] = {}
+        self._never = torch.tensor(-torch.inf, device=device)
         self._bits = torch.arange(WORD_BITS, dtype=torch.int32, device=device)
         self._all_ids = torch.arange(vocab_size, dtype=torch.int32, device=device).unsqueeze(0)
 
@@ -65,15 +66,18 @@ class Sampler:
 
         Raises:
             NotFinite: rows hold something that is not a number; their handles are named.
+            NothingAllowed: every token of some rows is banned; their handles are named.
         """
         states = [self._state(sequence) for sequence in sequences]
         if masks:
             self._mask(logits, [(row, seq.handle) for row, seq in enumerate(sequences)], masks)
-        reporting = [row for row, state in enumerate(states) if state.num_logprobs is not None]
+        reporting = [row for row, state in enumerate(states) if state.reports]
         raw = logits[self._index(reporting)] if reporting else None
         self._edit(logits, states)
         best, chosen = logits.max(dim=-1)
         bad = torch.isfinite(best).logical_not_().nonzero().flatten().tolist()
+        if empty := [row for row in bad if states[row].restrictions.any and best[row] == -torch.inf]:
+            raise NothingAllowed(tuple(sequences[row].handle for row in empty))
         if bad:
             raise NotFinite("logits are not finite", tuple(sequences[row].handle for row in bad))
         drawing = [row for row, state in enumerate(states) if not state.greedy]
@@ -97,11 +101,22 @@ class Sampler:
     def _mask(self, logits: Tensor, rows: Seq[tuple[int, int]], masks: Mapping[int, Mask]) -> None:
         """Take the rest from the rows, given with their handles, that have a mask."""
         masked = [(row, masks[handle]) for row, handle in rows if handle in masks]
-        words = torch.from_numpy(np.stack([mask for _, mask in masked])).to(self._device)
-        bits = words.unsqueeze(-1).bitwise_right_shift(self._bits).bitwise_and_(1)  # [G, words, 32]
-        denied = bits.flatten(1)[:, : self._vocab_size] == 0
-        index = self._index([row for row, _ in masked])
-        logits[index] = logits[index].masked_fill_(denied, -torch.inf)
+        allowed = self._unpacked(np.stack([mask for _, mask in masked]))
+        if len(masked) == len(rows):
+            torch.where(allowed, logits, self._never, out=logits)
+        else:
+            index = self._index([row for row, _ in masked])
+            logits[index] = torch.where(allowed, logits[index], self._never)
+
+    def _unpacked(self, words: Mask) -> Tensor:
+        """Return a flag for each token of masks [G, words]."""
+        if self._device.type == "cpu":
+            bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+            return torch.from_numpy(bits.view(np.bool_))
+        # The way to the device is the longer part.
+        packed = torch.from_numpy(words).to(self._device)
+        on_device = packed.unsqueeze(-1).bitwise_right_shift(self._bits).bitwise_and_(1)  # [G, words, 32]
+        return on_device.flatten(1)[:, : self._vocab_size] != 0
 
     def _index(self, values: Seq[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
@@ -119,10 +134,16 @@ class Sampler:
             # What the model gave stays no number if it was none, and is told of.
             bounded = values.clamp(-_MOST_EDITED, _MOST_EDITED)
             logits[rows, ids] = torch.where(torch.isfinite(raw), bounded, values)
-        bans = [(row, banned) for row, state in enumerate(states) if (banned := state.bans()).size]
+        for row, state in enumerate(states):
+            if state.restrictions.allowed:
+                allowed = self._index(state.restrictions.allowed)
+                kept = logits[row, allowed]
+                logits[row] = -torch.inf
+                logits[row, allowed] = kept
+        bans = [(row, banned) for row, state in enumerate(states) if (banned := state.bans())]
         if bans:
-            rows = self._rows_of([(row, ids.size) for row, ids in bans])
-            logits[rows, self._concatenated([ids for _, ids in bans])] = -torch.inf
+            rows = self._rows_of([(row, len(banned)) for row, banned in bans])
+            logits[rows, self._index([one for _, banned in bans for one in banned])] = -torch.inf
 
     def _rows_of(self, counts: Seq[tuple[int, int]]) -> Tensor:
         rows, repeats = zip(*counts, strict=True)
@@ -199,22 +220,12 @@ class Sampler:
 def _report(raw: Tensor, chosen: Tensor, states: Seq[SamplingState]) -> list[TokenLogprobs]:
     """Return log probabilities under the model itself: before penalties, temperature and filters."""
     logprobs = raw.log_softmax(dim=-1)
-    own = logprobs.gather(1, chosen.unsqueeze(1))
-    ranks = (logprobs > own).sum(dim=-1).add_(1).tolist()
-    wanted = [state.num_logprobs or 0 for state in states]
-    best, best_ids = logprobs.topk(max(wanted), dim=-1)
-    return [
-        TokenLogprobs(token_id, logprob, rank, tuple(ids[:count]), tuple(values[:count]))
-        for token_id, logprob, rank, ids, values, count in zip(
-            chosen.tolist(),
-            own.flatten().tolist(),
-            ranks,
-            best_ids.tolist(),
-            best.tolist(),
-            wanted,
-            strict=True,
-        )
-    ]
+    reports = report(logprobs, chosen, [state.num_logprobs or 0 for state in states])
+    for row, state in enumerate(states):
+        if named := state.logprob_token_ids:
+            values = tuple(logprobs[row, list(named)].tolist())
+            reports[row] = replace(reports[row], top_token_ids=named, top_logprobs=values)
+    return reports
 
 
 class SamplingState:
@@ -235,9 +246,8 @@ class SamplingState:
         self.filters = self.top_p < 1.0 or self.top_k < vocab_size
         self.log_min_p = -np.inf if not params.min_p else float(np.log(params.min_p))
         self.num_logprobs = params.logprobs
-        # A guide has seen to it where there is one.
-        self.min_tokens = params.min_tokens or 0 if sequence.guide is None else 0
-        self._banned_at_first = _ends(params, eos_token_ids, vocab_size)
+        self.logprob_token_ids = params.logprob_token_ids
+        self.restrictions = Restrictions(sequence, eos_token_ids, vocab_size)
         self._stream = stream_key(params.seed or 0, sequence.choice)
         self._repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
         self._presence = params.presence_penalty or 0.0
@@ -256,6 +266,11 @@ class SamplingState:
                 self._offsets[entry] += bias
 
     @property
+    def reports(self) -> bool:
+        """Whether log probabilities are wanted."""
+        return self.num_logprobs is not None or bool(self.logprob_token_ids)
+
+    @property
     def edits(self) -> bool:
         """Whether this sequence changes logits at all (bans aside)."""
         return self._penalizes or bool(self._entries)
@@ -264,9 +279,9 @@ class SamplingState:
         """Return the key of the randomness for the token about to be sampled."""
         return row_key(self._stream, len(self.sequence.token_ids))
 
-    def bans(self) -> Ints:
+    def bans(self) -> Seq[int]:
         """Return the token ids that must not be sampled now."""
-        return self._banned_at_first if self.sequence.num_output_tokens < self.min_tokens else _NONE
+        return self.restrictions.bans(self.sequence) if self.restrictions.any else ()
 
     def current_edits(self) -> tuple[Ints, Floats, Floats]:
         """Return token ids, divisors and offsets, brought up to date with the sequence's tokens."""
@@ -299,9 +314,3 @@ class SamplingState:
                 self._offsets = np.concatenate([self._offsets, np.zeros_like(self._offsets)])
             self._ids[entry] = token_id
         return entry
-
-
-def _ends(params: SamplingParams, eos_token_ids: Seq[int], vocab_size: int) -> Ints:
-    eos = () if params.ignore_eos else eos_token_ids
-    ends = {*eos, *params.stop_token_ids}
-    return np.array(sorted(token_id for token_id in ends if token_id < vocab_size), dtype=np.int64)

@@ -38,6 +38,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from worker_svc.errors import DeviceLost, InvalidSettings, ModelLoadError, StepFailed, StepOutOfMemory
 from worker_svc.grammar.backend import Mask
+from worker_svc.runner.vllm.readings import Reading, Readings, read
 from worker_svc.runner.vllm.tier import Tier
 
 NULL_BLOCKS: Final = 1
@@ -82,6 +83,8 @@ class StepInput:
     num_scheduled_tokens: dict[str, int]
     draw_seeds: dict[str, int]
     """Seeds of the rows that draw their next token at random in this step."""
+    wanted: dict[str, Reading]
+    """What else is wanted of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +103,11 @@ class StepExtension:
         scheduler_output: SchedulerOutput,
         resumed: Seq[CachedRequestState],
         draw_seeds: Mapping[str, int],
-    ) -> ModelRunnerOutput | StepFault | None:
+        wanted: Mapping[str, Reading],
+    ) -> tuple[ModelRunnerOutput, Readings] | StepFault | None:
         """Compute one step and sample; the driver returns its output, other ranks nothing."""
         fault = self.octavo_forward(scheduler_output, resumed)
-        return self.octavo_sample(draw_seeds, None) if fault is None else fault
+        return self.octavo_sample(draw_seeds, wanted, {}) if fault is None else fault
 
     def octavo_forward(
         self, scheduler_output: SchedulerOutput, resumed: Seq[CachedRequestState]
@@ -122,18 +126,24 @@ class StepExtension:
         return None
 
     def octavo_sample(
-        self, draw_seeds: Mapping[str, int], grammar_output: GrammarOutput | None
-    ) -> ModelRunnerOutput | StepFault | None:
+        self,
+        draw_seeds: Mapping[str, int],
+        wanted: Mapping[str, Reading],
+        masks: Mapping[str, Mask],
+    ) -> tuple[ModelRunnerOutput, Readings] | StepFault | None:
         """Sample what was computed; the driver returns the step's output, other ranks nothing."""
         runner = self.model_runner  # type: ignore[attr-defined]
         output, self._octavo_output = self._octavo_output, None
+        readings = Readings()
         try:
             if output is None:
+                if wanted:
+                    readings = read(runner, wanted, runner.model_config.get_vocab_size(), masks)
                 with _seeded(runner, draw_seeds), _checked(runner):
-                    output = self.sample_tokens(grammar_output)  # type: ignore[attr-defined]
+                    output = self.sample_tokens(_grammar_output(masks))  # type: ignore[attr-defined]
         except Exception as error:  # noqa: BLE001 - see octavo_forward
             return self._octavo_failed(error)
-        return output if self.rank == 0 else None  # type: ignore[attr-defined]
+        return (output, readings) if self.rank == 0 else None  # type: ignore[attr-defined]
 
     def _octavo_failed(self, error: Exception) -> StepFault:
         self.model_runner.execute_model_state = None  # type: ignore[attr-defined]
@@ -337,7 +347,7 @@ class VllmEngine:
 
     def step(
         self, step: StepInput, masks: Callable[[], Mapping[str, Mask]] | None = None
-    ) -> ModelRunnerOutput:
+    ) -> tuple[ModelRunnerOutput, Readings]:
         """Compute one step; `masks` is called for what its grammars allow when that is wanted.
 
         Raises:
@@ -345,11 +355,14 @@ class VllmEngine:
                 advanced may be relied on.
             DeviceLost: a rank is gone, or the ranks disagree on what happened.
         """
-        *forward, draw_seeds = _message(step)
+        forward = _message(step)
         if masks is None:
-            return self._answer("octavo_step", *forward, draw_seeds)
-        self._answer("octavo_forward", *forward)
-        return self._answer("octavo_sample", draw_seeds, _grammar_output(masks()))
+            found = self._answer("octavo_step", *forward, step.draw_seeds, step.wanted)
+        else:
+            self._answer("octavo_forward", *forward)
+            found = self._answer("octavo_sample", step.draw_seeds, step.wanted, masks())
+        output: tuple[ModelRunnerOutput, Readings] = found
+        return output
 
     def _answer(self, method: str, *args: Any) -> Any:
         """Return what the driver says to a part of a step; raises as `step` does."""
@@ -439,7 +452,10 @@ def gpu_properties() -> tuple[str, int] | None:
 
 def make_sampling(kwargs: Mapping[str, Any]) -> VllmSamplingParams:
     """Return vLLM's sampling parameters. Raises ValueError for values that it does not take."""
-    return VllmSamplingParams(**kwargs)
+    banned = kwargs["bad_words_token_ids"]
+    sampling = VllmSamplingParams(**{k: v for k, v in kwargs.items() if k != "bad_words_token_ids"})
+    sampling._bad_words_token_ids = banned  # noqa: SLF001 - where it keeps words as tokens
+    return sampling
 
 
 def _config(args: Mapping[str, Any]) -> VllmConfig:
@@ -508,8 +524,8 @@ def _grammar_output(masks: Mapping[str, Mask]) -> GrammarOutput | None:
     return GrammarOutput(list(masks), np.stack(list(masks.values()))) if masks else None
 
 
-def _message(step: StepInput) -> tuple[SchedulerOutput, list[CachedRequestState], dict[str, int]]:
-    """Return the arguments of `StepExtension.octavo_step`."""
+def _message(step: StepInput) -> tuple[SchedulerOutput, list[CachedRequestState]]:
+    """Return the arguments of `StepExtension.octavo_forward`."""
     new: list[NewRequestData] = []
     resumed: list[CachedRequestState] = []
     running = step.running
@@ -564,4 +580,4 @@ def _message(step: StepInput) -> tuple[SchedulerOutput, list[CachedRequestState]
         finished_req_ids=step.finished,
         free_encoder_mm_hashes=[],
     )
-    return scheduler_output, resumed, step.draw_seeds
+    return scheduler_output, resumed

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from operator import add
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 from octavo.protocol.steps import TokenLogprobs
 from octavo.sampling import SamplingParams
 
-from worker_svc.errors import InvalidSettings, NotFinite, RunnerError, StepFailed, StepOutOfMemory
+from worker_svc.errors import (
+    InvalidSettings,
+    NotFinite,
+    NothingAllowed,
+    RunnerError,
+    StepFailed,
+    StepOutOfMemory,
+)
 from worker_svc.grammar.backend import Mask
 from worker_svc.models.progress import Progress
 from worker_svc.runner.base import (
@@ -24,7 +32,9 @@ from worker_svc.runner.base import (
     StepResult,
     guided_rows,
 )
+from worker_svc.runner.restrictions import Restrictions
 from worker_svc.runner.vllm import installed
+from worker_svc.runner.vllm.readings import Reading, Readings
 from worker_svc.runner.vllm.sampling import (
     EVERYTHING,
     draw_seed,
@@ -47,6 +57,7 @@ class _Tracked:
     req_id: str
     num_blocks: int
     draws: bool
+    restrictions: Restrictions
 
 
 class VllmRunner:
@@ -187,13 +198,15 @@ class VllmRunner:
             guides, unguided = guided_rows(rows)
             return {self._tracked[handle].req_id: guide.mask for handle, guide in guides.items()}
 
-        output = None
+        output, readings = None, Readings()
         if step.num_scheduled_tokens or step.finished:
             guided = any(row.sample and row.sequence.guide is not None for row in rows)
-            output = self._engine.step(step, masks if guided else None)
+            output, readings = self._engine.step(step, masks if guided else None)
             # Not before: until a step went through, vLLM may not have forgotten them.
             self._finished = set()
-        self._collect([row for row in rows if row.sequence.handle not in unguided], output, result)
+        self._take_read(rows, readings, result)
+        kept = [row for row in rows if row.sequence.handle not in unguided]
+        self._collect(kept, output, readings.named, result)
         return unguided
 
     def _warm_up(self) -> None:
@@ -220,6 +233,7 @@ class VllmRunner:
         running = self._vllm.RunningRows()
         num_scheduled: dict[str, int] = {}
         draw_seeds: dict[str, int] = {}
+        wanted: dict[str, Reading] = {}
         for row in rows:
             sequence = row.sequence
             if self._is_spent(row):
@@ -242,7 +256,9 @@ class VllmRunner:
             if row.sample and tracked.draws:
                 position = row.start + row.num_tokens
                 draw_seeds[tracked.req_id] = draw_seed(sequence.sampling.seed or 0, sequence.choice, position)
-        return self._vllm.StepInput(self._finished, started, running, num_scheduled, draw_seeds)
+            if (reading := Reading.of(row)) is not None:
+                wanted[tracked.req_id] = reading
+        return self._vllm.StepInput(self._finished, started, running, num_scheduled, draw_seeds, wanted)
 
     def _start(self, row: Row) -> tuple[_Tracked, StartedRow]:
         """Return what vLLM must know of a sequence that it does not know yet.
@@ -256,6 +272,7 @@ class VllmRunner:
             req_id=str(self._num_started),
             num_blocks=len(sequence.block_table),
             draws=temperature_of(sequence.sampling) > 0.0,
+            restrictions=Restrictions(sequence, self._info.text.eos_token_ids, self._info.vocab_size),
         )
         self._tracked[sequence.handle] = tracked
         return tracked, self._vllm.StartedRow(
@@ -280,9 +297,29 @@ class VllmRunner:
         """Return whether a finished row that is held fills the context: vLLM has no room for its token."""
         return row.sequence.held and row.start + row.num_tokens >= self._info.max_model_len
 
-    def _collect(self, rows: Seq[Row], output: Any, result: StepResult) -> None:
+    def _take_read(self, rows: Seq[Row], readings: Readings, result: StepResult) -> None:
+        """Add what was read beside the sampled tokens; a row may have been computed in parts."""
+        for row in rows if readings.prompt_logprobs or readings.pooled else ():
+            handle = row.sequence.handle
+            tracked = self._tracked.get(handle)
+            if tracked is None:
+                continue
+            if entries := readings.prompt_logprobs.get(tracked.req_id):
+                result.prompt_logprobs.setdefault(handle, []).extend(entries)
+            if pooled := readings.pooled.get(tracked.req_id):
+                before = result.pooled.get(handle)
+                result.pooled[handle] = list(map(add, before, pooled)) if before else pooled
+
+    def _collect(
+        self,
+        rows: Seq[Row],
+        output: Any,
+        named_logprobs: Mapping[str, tuple[float, ...]],
+        result: StepResult,
+    ) -> None:
         """Add the sampled tokens of `rows` to `result`."""
         bad: list[int] = []
+        empty: list[int] = []
         for row in rows:
             if not row.sample:
                 continue
@@ -290,17 +327,26 @@ class VllmRunner:
             if self._is_spent(row):
                 result.token_ids[sequence.handle] = sequence.token_ids[-1]
                 continue
-            index = output.req_id_to_index[self._tracked[sequence.handle].req_id]
+            tracked = self._tracked[sequence.handle]
+            index = output.req_id_to_index[tracked.req_id]
             (token,) = output.sampled_token_ids[index]
             if not 0 <= token < self._info.vocab_size:
                 # Also what the ranks put where the logits are not finite.
                 bad.append(sequence.handle)
                 continue
+            if tracked.restrictions.any and not tracked.restrictions.permits(sequence, token):
+                empty.append(sequence.handle)
+                continue
             result.token_ids[sequence.handle] = token
-            if sequence.sampling.logprobs is not None:
-                result.logprobs[sequence.handle] = _logprobs(
-                    output.logprobs, index, sequence.sampling.logprobs
-                )
+            named = sequence.sampling.logprob_token_ids
+            if named or sequence.sampling.logprobs is not None:
+                found = _logprobs(output.logprobs, index, sequence.sampling.logprobs or 0)
+                if named:
+                    values = named_logprobs[tracked.req_id]
+                    found = replace(found, top_token_ids=named, top_logprobs=values)
+                result.logprobs[sequence.handle] = found
+        if empty:
+            raise NothingAllowed(tuple(empty))
         if bad:
             raise NotFinite("logits are not finite", tuple(bad))
 

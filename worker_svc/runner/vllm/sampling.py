@@ -22,15 +22,22 @@ EVERYTHING: Final = SamplingParams(
     logit_bias={0: 1.0},
     min_tokens=1,
     logprobs=1,
+    allowed_token_ids=(0, 1),
+    bad_words_token_ids=((2,),),
 )
 """Takes every way through vLLM's sampler."""
 
 
 def unsupported(sampling: SamplingParams, vocab_size: int) -> str | None:
     """Return what of `sampling` vLLM's runner cannot do here, or None."""
-    beyond = sorted(token for token in sampling.logit_bias if not 0 <= token < vocab_size)
-    if beyond:
-        return f"logit_bias names token {beyond[0]}, the vocabulary has {vocab_size}"
+    named = {
+        "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "logprob_token_ids": sampling.logprob_token_ids,
+    }
+    for name, token_ids in named.items():
+        if token_ids and (beyond := max(token_ids)) >= vocab_size:
+            return f"{name} names token {beyond}, the vocabulary has {vocab_size}"
     return None
 
 
@@ -59,7 +66,11 @@ def sampling_kwargs(
         "min_tokens": min_tokens,
         "stop_token_ids": [token for token in stops if token < vocab_size],
         "max_tokens": None,
-        "logprobs": sampling.logprobs,
+        # Those of named tokens are read off the logits: vLLM would give nothing else to any row of the step.
+        "logprobs": 0 if sampling.logprob_token_ids and sampling.logprobs is None else sampling.logprobs,
+        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
+        "bad_words_token_ids": [list(ids) for ids in sampling.bad_words_token_ids if ids[-1] < vocab_size]
+        or None,
         "detokenize": False,
         "skip_clone": True,
     }

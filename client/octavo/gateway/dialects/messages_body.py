@@ -12,7 +12,11 @@ from octavo.gateway.dialects.chats import chat_of
 from octavo.gateway.schemas import MAX_MESSAGES, MAX_PARTS, ChatRequest, StopStrings, TokenCount
 from octavo.gateway.strict import EMPTY, MAX_TOOLS, NOTHING, Strict
 
-RENAMED: Final[Mapping[str, str]] = {"sampling.max_tokens": "max_tokens", "sampling.stop": "stop_sequences"}
+RENAMED: Final[Mapping[str, str]] = {
+    "sampling.max_tokens": "max_tokens",
+    "sampling.stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 """Parameters that have other names than elsewhere, by path in the proto."""
 CacheControl = Annotated[dict[str, Any], Field(max_length=16)]
 _CACHED: Final = "accepted: every prefix is cached as it is"
@@ -80,7 +84,7 @@ class Thinking(Strict):
     """Whether the model thinks first, where its template lets it choose."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=1, lt=2**31, description="accepted, and not enforced")
+    budget_tokens: int | None = Field(None, ge=1, lt=2**31, description="where thoughts can be bounded")
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -156,6 +160,8 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
     # Whoever wants thoughts says so here.
     thinks = body.thinking is not None and body.thinking.type != "disabled"
     wanted["chat_template_kwargs"] = {"enable_thinking": thinks}
+    if body.thinking is not None and thinks:
+        wanted["thinking_token_budget"] = body.thinking.budget_tokens
     if body.output_config is not None:
         wanted["reasoning_effort"] = body.output_config.effort
         if (shape := body.output_config.format) is not None:

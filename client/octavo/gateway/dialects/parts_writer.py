@@ -12,7 +12,7 @@ from octavo.gateway.chat_writer import call_id
 from octavo.gateway.writers import Head, Writer, encoded_lines, to_json
 from octavo.parsing.events import CallArguments, CallBegun, Content, Event, Reasoning
 from octavo.parsing.output import OutputForm, OutputParser
-from octavo.types import Choice, Progress, Usage
+from octavo.types import Choice, GenerateResult, Progress, Usage
 
 
 @dataclass(slots=True)
@@ -113,15 +113,13 @@ class PartsWriter(Writer):
 
     # Whole answers -------------------------------------------------------------------------------
 
-    def whole(
-        self, choices: Sequence[Choice], usages: Sequence[Usage], *, in_reasoning: bool = False
-    ) -> bytes:
+    def whole(self, results: Sequence[GenerateResult]) -> bytes:
         """Return an answer: what the events would have come to."""
-        choice = choices[0]
-        parser = OutputParser(self._form, in_reasoning=in_reasoning)
+        result, choice = results[0], results[0].choices[0]
+        parser = OutputParser(self._form, in_reasoning=result.in_reasoning)
         for _ in self._take([*parser.feed(choice.text), *parser.close()]):
             pass
-        return to_json(self._answer(choice, usages[0]))
+        return to_json(self._answer(choice, result.usage))
 
     @abstractmethod
     def _answer(self, choice: Choice, usage: Usage) -> dict[str, Any]:

@@ -23,7 +23,10 @@ def _measured(found: Findings, value: float) -> Measurement:
 
 def _attacked(runner: str) -> Callable[[], Measurement]:
     def measure() -> Measurement:
-        found = attack(ChaosSettings(sizes=Sizes(runner=runner), seconds=SECONDS, poison_s=20.0))
+        # On few cores a real step may take seconds under this load, and a start half a minute.
+        watchdog_s, tokens = (3.0, 96) if runner == "sim" else (10.0, 32)
+        sizes = Sizes(runner=runner, watchdog_s=watchdog_s)
+        found = attack(ChaosSettings(sizes=sizes, seconds=SECONDS, max_tokens=tokens, poison_s=20.0))
         return _measured(found, len(found.findings))
 
     return measure

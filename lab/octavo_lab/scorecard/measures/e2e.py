@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
+import tempfile
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Final
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
 
 import grpc.aio
 from octavo._sdk.channel import Connection
 from octavo.aio import AsyncClient
+from octavo.service.authority import Authority
 from octavo.v1 import generation_pb2 as pb
 
 from octavo_lab.scorecard import Measurement, at_least, at_most, entry, system
@@ -150,3 +155,50 @@ async def idle_cpu() -> Measurement:
             elapsed_s = time.perf_counter() - started
     shares = {name: round(100 * cpu_s / elapsed_s, 2) for name, cpu_s in spent_s.items()}
     return Measurement(max(shares.values()), shares)
+
+
+# -- TLS
+
+
+@entry("e2e.tls_overhead", "% of throughput", at_most(3), long=True)
+async def tls_overhead() -> Measurement:
+    """what mutual TLS on every hop takes of the throughput at concurrency 32, in turns with plaintext
+
+    A simulated worker at its own pace. Also the CPU time that a step costs scheduler, worker and client.
+    """
+    certs, authority = Path(tempfile.mkdtemp(prefix="octavo-certs-")), Authority.create()
+    authority.save(certs)
+    for part in ("scheduler", "worker", "gateway", "client"):
+        authority.issue(certs, part, ("127.0.0.1",), timedelta(days=1))
+    cpu_us: dict[str, list[float]] = {"plaintext": [], "mTLS": []}
+    async with AsyncExitStack() as entered:
+
+        async def arm(name: str, certs: Path | None) -> system.Rate:
+            settings: dict[str, Any] = {"worker_args": ("--runner", "sim"), "certs": certs}
+            stack = entered.enter_context(
+                system.running(model="sim", scheduler_args=system.UNSHED, **settings)
+            )
+            client = await entered.enter_async_context(AsyncClient(stack.endpoint, tls=stack.tls))
+            processes = (stack.scheduler, stack.workers[0], None)
+
+            async def ask(number: int) -> int:
+                answer = await client.generate(system.prompt(number), max_tokens=64, ignore_eos=True)
+                return len(answer.token_ids)
+
+            async def rate() -> float:
+                steps, spent_s = (await client.status()).workers[0].steps, sum(map(system.cpu_s, processes))
+                found = await system.tokens_per_s(ask, 128, 32, 64)
+                steps -= (await client.status()).workers[0].steps
+                cpu_us[name].append(1e6 * (spent_s - sum(map(system.cpu_s, processes))) / steps)
+                return found
+
+            return rate
+
+        arms = {"plaintext": await arm("plaintext", None), "mTLS": await arm("mTLS", certs)}
+        rates = await system.in_turns(arms, rounds=5)
+    cpu_us = {name: found[1:] for name, found in cpu_us.items()}  # the first was to warm up
+    taken, cost = (
+        statistics.median(of["mTLS"]) / statistics.median(of["plaintext"]) for of in (rates, cpu_us)
+    )
+    details = {"tokens/s": system.rounded(rates), "CPU us per step": system.rounded(cpu_us, 0)}
+    return Measurement(100 * (1 - taken), {**details, "CPU per step, % more": round(100 * (cost - 1), 1)})

@@ -60,6 +60,31 @@ def test_sequence_that_ran_before_goes_ahead_of_its_class_by_arrival() -> None:
     assert list(queue.order(6)) == [second, first, fresh]
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "srf"])
+def test_lower_order_goes_first_until_others_have_waited_too_long(policy: str) -> None:
+    early, urgent, late = waiting(0), waiting(1, order=-2), waiting(2, order=7)
+    queue = queue_of(early, late, urgent, policy=policy, starvation_age_s=30.0)
+
+    assert list(queue.order(3)) == [urgent, early, late]
+    assert queue.ahead_of(AdmissionRequest(order=-3), 3)[0] == 0
+    assert queue.ahead_of(AdmissionRequest(order=0, prompt_tokens=99), 3)[0] == 2
+    assert list(queue.order(30)) == [early, urgent, late]
+    assert queue.ahead_of(AdmissionRequest(order=-3), 30)[0] == 1
+
+
+def test_fair_orders_only_the_requests_of_each_tenant() -> None:
+    mine, pushy, hurried = (
+        waiting(0, tenant="a"),
+        waiting(1, tenant="b", order=-9),
+        waiting(2, tenant="a", order=-1),
+    )
+    queue = queue_of(
+        mine, pushy, hurried, charges=VirtualTokenCounters({}), policy="fair", starvation_age_s=30.0
+    )
+
+    assert list(queue.order(3)) == [hurried, pushy, mine]
+
+
 def test_queue_counts_its_fresh_sequences_and_tokens_through_every_move() -> None:
     one, two = waiting(0, prompt=30), waiting(1, prompt=12)
     queue = queue_of(one, two)
@@ -268,7 +293,7 @@ class LastCome(Fcfs):
     charges_tenants = True
 
     def order(self, now: float) -> Iterator[Sequence]:
-        return reversed(self._waiting)
+        return reversed(list(super().order(now)))
 
 
 def test_policy_that_is_only_registered_is_a_setting_orders_and_charges(

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from octavo.cli.main import main
-from octavo.protocol.steps import KEY_BYTES, Geometry, PoolReport, Priority
+from octavo.protocol.steps import KEY_BYTES, Geometry, Pooling, PoolReport, Priority
 from octavo.sampling import SamplingParams
 from octavo.steptimes import StepTimes
 from octavo.v1 import planlog_pb2
@@ -578,6 +578,9 @@ requests = st.builds(
     finished_choices=st.frozensets(st.integers(0, 3)),
     paced=st.booleans(),
     adapter=st.none() | name,
+    order=st.integers(-1000, 1000),
+    scored_tokens=u32,
+    pooling=st.none() | st.sampled_from(Pooling),
 )
 pools = st.builds(PoolReport, free=u32, evictable=u32, active=u32)
 workers = st.builds(

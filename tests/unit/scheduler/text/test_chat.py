@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from octavo.v1 import generation_pb2 as pb
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from scheduler_svc.text.chat import ChatTemplate, InputError, output_formats
 
@@ -139,3 +141,30 @@ def test_thoughts_are_given_to_the_template_under_the_names_that_templates_have(
     source = "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}{{ messages[0].content }}"
 
     assert render(source, [{"role": "assistant", "content": "c", "reasoning": "a"}]) == "aac"
+
+
+@pytest.mark.parametrize("last", ["Well, ", " Well,", "Well"])
+@pytest.mark.parametrize("content", ["message.content", "message.content | trim"])
+def test_final_message_goes_on_as_transformers_has_it(last: str, content: str) -> None:
+    source = "{% for message in messages %}<|{{ message.role }}|>{{ " + content + " }}</s>{% endfor %}"
+    turns = [*USER, {"role": "assistant", "content": last}]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=source)
+    expected = tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
+    assert render(source, turns, continue_final_message=True) == expected
+
+
+def test_final_message_that_cannot_go_on_is_refused() -> None:
+    turns = [*USER, {"role": "assistant", "content": "Well"}]
+    field, _, _ = refusal(CHATML, turns, continue_final_message=True, add_generation_prompt=True)
+    assert field == "chat.continue_final_message"
+    field, _, _ = refusal(CHATML, [{"role": "user", "content": " "}], continue_final_message=True)
+    assert field == "chat.continue_final_message"
+    _, reason, _ = refusal("nothing", turns, continue_final_message=True)
+    assert reason == "CHAT_TEMPLATE"
+
+
+def test_template_gets_documents() -> None:
+    source = "{% for document in documents %}{{ document.title }};{% endfor %}"
+    assert render(source, USER, documents_json='[{"title": "a"}, {"title": "b"}]') == "a;b;"
+    assert refusal(source, USER, documents_json="{}")[0] == "chat.documents_json"
+    assert render("{{ documents is none }}", USER) == "True"

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from functools import partial
 
 import pytest
 from octavo.sampling import StructuredOutput
 
 from worker_svc.grammar import compiler as compilers
-from worker_svc.grammar.backend import CompiledGrammar, GrammarError
+from worker_svc.grammar.backend import CompiledGrammar, GrammarError, Vocabulary
+from worker_svc.grammar.backends import Backends
 from worker_svc.grammar.compiler import CompilerChild, CompilerLost, GrammarCompiler
-from worker_svc.grammar.xgrammar_backend import Vocabulary, XGrammarBackend
 from worker_svc.runner.sim import byte_level_tokenizer
 
 VOCABULARY = Vocabulary(byte_level_tokenizer(), 259, (2,))
 WAIT_S = 120.0
 FINE = StructuredOutput(regex="[a-c]{2}")
-SLOW = StructuredOutput(json_schema='{"type":"array","items":' * 90 + "{}" + "}" * 90)
+SLOW = StructuredOutput(json_schema='{"type": "integer", "multipleOf": 999983}')
 
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(partial(XGrammarBackend, VOCABULARY), CompilerChild(VOCABULARY))
+    made = GrammarCompiler(Backends(VOCABULARY), CompilerChild(VOCABULARY))
     yield made
     made.close()
 
@@ -57,8 +56,13 @@ def test_compiler_that_dies_or_takes_too_long_is_replaced(
     assert again is not lost
     assert not isinstance(outcome(again), BaseException)
 
-    monkeypatch.setattr(compilers, "COMPILE_LIMIT_S", 0.0)
-    assert "takes longer than 0 s" in str(outcome(compiler.get(SLOW)))
+    monkeypatch.setattr(compilers, "ANSWER_LIMIT_S", 0.0)
+    assert "takes longer than" in str(outcome(compiler.get(StructuredOutput(regex="e"))))
+
+
+def test_constraint_that_takes_too_long_to_compile_is_at_fault(compiler: GrammarCompiler) -> None:
+    assert "takes longer than" in str(outcome(compiler.get(SLOW)))
+    assert not isinstance(outcome(compiler.get(FINE)), BaseException), "others are compiled as before"
 
 
 def test_cache_is_bounded(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

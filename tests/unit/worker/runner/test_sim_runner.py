@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from octavo.sampling import SamplingParams, StructuredOutput
+from octavo.sampling import SamplingParams
 from octavo.steptimes import StepTimes
 from tokenizers import Tokenizer
 
@@ -68,9 +68,6 @@ def test_sim_never_ends_a_sequence_by_itself() -> None:
 
 
 def test_sim_refuses_what_needs_a_model() -> None:
-    assert "grammar" in (
-        runner().supports(SamplingParams(structured=StructuredOutput(json_object=True))) or ""
-    )
     assert "logprobs" in (runner().supports(SamplingParams(logprobs=1)) or "")
     assert runner().supports(SamplingParams(temperature=0.7, seed=1)) is None
 

@@ -302,3 +302,21 @@ def test_biases_and_stops_beyond_the_vocabulary_do_nothing() -> None:
     assert make_sampler().sample(peaked_logits()[None].clone(), [one]).token_ids == {
         1: int(peaked_logits().argmax())
     }
+
+
+@pytest.mark.parametrize("masked", [{1}, {1, 2, 3}])
+def test_token_that_a_mask_leaves_out_is_never_chosen_whatever_else_is_asked_for(masked: set[int]) -> None:
+    words = np.zeros(-(-VOCAB // 32), dtype=np.int32)
+    words[1] = 1 << (40 - 32) | 1 << (59 - 32)
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logit_bias": {3: 100.0}},
+        {"temperature": 1.0},
+        {"top_k": 4},
+    ]
+    sequences = [sequence(n + 1, **sampling) for n, sampling in enumerate(asked)]
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 3] = 50.0
+    sampled = make_sampler().sample(logits, sequences, dict.fromkeys(masked, words))
+    assert {handle: token_id in (40, 59) for handle, token_id in sampled.token_ids.items()} == {
+        handle: handle in masked for handle in (1, 2, 3)
+    }

@@ -130,8 +130,8 @@ def test_execute_after_a_failed_step_sequences_go_on_as_if_nothing_was(
     first = drive.generate(sequences, 6)
     engine_step = loaded._engine.step
 
-    def step_and_fail(step: Any) -> Any:
-        engine_step(step)  # vLLM's rows have advanced, ours have not
+    def step_and_fail(*args: Any) -> Any:
+        engine_step(*args)  # vLLM's rows have advanced, ours have not
         raise error
 
     monkeypatch.setattr(loaded._engine, "step", step_and_fail)
