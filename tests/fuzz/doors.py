@@ -149,6 +149,10 @@ BODIES: Final[dict[str, list[Any]]] = {
     "/v1/messages/count_tokens": [
         {"model": "echo", "messages": [{"role": "user", "content": "a"}], "system": "s"},
     ],
+    "/v1/embeddings": [
+        {"model": "echo", "input": ["a", "b"], "encoding_format": "base64", "dimensions": 4, "user": "u"},
+        {"input": [[3, 4], [5]]},
+    ],
     "/tokenize": [
         {"prompt": "a b", "return_token_strs": True},
         {"messages": [{"role": "user", "content": "a"}]},

@@ -25,6 +25,7 @@ from octavo.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCE_TOKENS,
     MAX_BAD_SEQUENCES,
+    MAX_BAD_WORD_BYTES,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROB_TOKEN_IDS,
@@ -55,6 +56,10 @@ BadSequences = Annotated[
     Field(max_length=MAX_BAD_SEQUENCES, fail_fast=True),
 ]
 PromptTokens = Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)]
+BadWords = Annotated[
+    list[Annotated[str, Field(max_length=MAX_BAD_WORD_BYTES)]],
+    Field(max_length=MAX_BAD_WORDS, fail_fast=True),
+]
 Grammar = Annotated[str, Field(max_length=BOUNDS["StructuredOutput.grammar"].bytes)]
 Choices = Annotated[
     list[str], Field(min_length=1, max_length=BOUNDS["ChoiceList.values"].count, fail_fast=True)
@@ -168,7 +173,7 @@ class GenerationRequest(Strict):
     allowed_token_ids: (
         Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)] | None
     ) = None
-    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    bad_words: BadWords | None = None
     bad_words_token_ids: BadSequences | None = Field(None, description="as bad_words, given as tokens")
     include_stop_str_in_output: bool | None = None
     logprob_token_ids: (

@@ -126,6 +126,9 @@ def _lists(
         return
     for kind, values in (("small", _SMALL), ("wrong", _WRONG)):
         yield _body(name, f"packed {kind}", wrap, _packed(field, values[wire], size))
+        if most is not None:
+            allowed = min(size, most * len(values[wire]))
+            yield _body(name, f"packed {kind}, {ALLOWED}", wrap, _packed(field, values[wire], allowed))
 
 
 def _packed(field: Any, value: bytes, size: int) -> Callable[[], bytes]:

@@ -75,7 +75,7 @@ AS_LONG_AS_A_BODY = {
 """What a conversation says, and texts in bounded lists."""
 FREE = {
     *("schema", "json", "format", "structures", "parameters", "input_schema", "input"),
-    *("chat_template_kwargs", "tools", "tool_calls"),
+    *("chat_template_kwargs", "tools", "tool_calls", "documents"),
 }
 """JSON of the client's own, which the weight and the depth of the body bound."""
 
