@@ -7,6 +7,7 @@ does, and each node says that it has one GPU: the rank that is placed there comp
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 RANKS = 2
 STOP_S = 60
+START_S = 300
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
 """Ray takes 127.0.0.1 for the address that others see."""
 PLUGIN = """
@@ -54,6 +56,11 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[psut
     (plugin.parent / "ray_cpu.py").write_text(PLUGIN)
     monkeypatch.setenv("PYTHONPATH", str(plugin.parent))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    # As in deploy/kubernetes/overlays/ray: who has no token runs nothing on these nodes.
+    (tmp_path / "token").write_text(secrets.token_hex(32))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("RAY_gcs_server_request_timeout_seconds", str(START_S))
     with socket.create_server((HEAD, 0)) as free:
         address = f"{HEAD}:{free.getsockname()[1]}"
     # The paths of Ray's sockets must be short.

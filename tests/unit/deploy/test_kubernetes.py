@@ -216,10 +216,17 @@ def test_certificates_bear_the_names_that_services_are_called_by(overlay: str) -
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_secrets_that_pods_mount_are_made_here_or_told_of(overlay: str) -> None:
+def test_secrets_of_pods_are_made_here_or_told_of(overlay: str) -> None:
     told = (KUBERNETES.parents[1] / "docs" / "deploying.md").read_text(encoding="utf-8")
     made = {one["spec"].get("secretName") for one in objects(overlay) if one["kind"] == "Certificate"}
-    for _, template in templates(overlay):
-        for volume in template["spec"].get("volumes", ()):
-            name = volume.get("secret", {}).get("secretName")
-            assert name is None or name in made or f"secret generic {name} " in told
+    named = {
+        volume.get("secret", {}).get("secretName")
+        for _, template in templates(overlay)
+        for volume in template["spec"].get("volumes", ())
+    } | {
+        variable.get("valueFrom", {}).get("secretKeyRef", {}).get("name")
+        for _, container in containers(overlay)
+        for variable in container.get("env", ())
+    }
+    for name in named - made - {None}:
+        assert f"secret generic {name} " in told
