@@ -38,7 +38,7 @@ COMPILE_LIMIT_S: Final = 5
 """What compiling one constraint may take, of the CPU."""
 MAX_GRAMMAR_BYTES: Final = 48 << 20
 """What a compiled grammar may take."""
-_MEMORY_BYTES: Final = 192 << 20
+_MEMORY_BYTES: Final = 1 << 30
 """What compiling may take beside what the process has when it begins."""
 _NICENESS: Final = 10
 _TRIALS: Final = 2
