@@ -60,9 +60,7 @@ class Curve:
     def flat(self) -> bool:
         """Whether no process has grown, and no request failed."""
         grown = self.growth().values()
-        return not self.failed and all(
-            mib <= FLAT_MIB and fds <= FLAT_DESCRIPTORS for mib, fds in grown
-        )
+        return not self.failed and all(mib <= FLAT_MIB and fds <= FLAT_DESCRIPTORS for mib, fds in grown)
 
     def as_text(self) -> str:
         """Return the curve as a table: MiB and descriptors of each process over time."""
