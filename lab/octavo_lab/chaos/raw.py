@@ -13,7 +13,10 @@ from octavo.v1 import common_pb2
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
 
-OPTIONS: Final = (("grpc.keepalive_time_ms", 2_000), ("grpc.keepalive_timeout_ms", 3_000))
+OPTIONS: Final = (
+    *(("grpc.keepalive_time_ms", 2_000), ("grpc.keepalive_timeout_ms", 3_000)),
+    *(("grpc.http2.ping_timeout_ms", 3_000), ("grpc.http2.bdp_probe", 0)),
+)
 _PAUSE_S: Final = (0.1, 1.0)
 """Between two tries, at first and at most."""
 _ENOUGH_S: Final = 5.0
