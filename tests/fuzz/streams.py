@@ -30,6 +30,7 @@ from octavo.v1 import common_pb2, worker_pb2
 from octavo.v1 import generation_pb2 as pb
 from octavo_lab.sim import SimWorker, SimWorkerConfig
 from octavo_lab.sim.audit import check_core
+from octavo_lab.sim.worker import PlanFaultError
 
 from scheduler_svc.core import CoreConfig, NewRequest, SchedulerCore
 from scheduler_svc.core.effects import (
@@ -130,11 +131,13 @@ class SchedulerReads(Reader):
         """Let a worker answer its oldest plan; one that cannot be understood is lost."""
         if worker_id not in self._workers or not self._plans[worker_id]:
             return
-        report = self._workers[worker_id].run(self._plans[worker_id].popleft())
         self._now += 0.001
         try:
-            report = change(report)
-        except (DecodeError, ProtocolError, EOFError):
+            report = change(self._workers[worker_id].run(self._plans[worker_id].popleft()))
+        except (DecodeError, ProtocolError, EOFError, PlanFaultError):
+            # A plan that rests on a lie may be none; the liar then ends its session, as a worker does.
+            if worker_id == "honest":
+                raise
             self._lose(worker_id)
             self._do(self._core.worker_down(worker_id, self._now))
             return
