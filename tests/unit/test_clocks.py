@@ -15,6 +15,11 @@ WALL: dict[str, frozenset[str]] = {
 MAY = {
     "octavo.checks.machine": "says how far the clock of this machine is off",
     "octavo.gateway.app": "`created` in answers",
+    "octavo.gateway.dialects.responses_writer": "`completed_at` in answers",
+    "octavo.service.authority": "from when on a certificate holds",
+    "octavo.service.followed": "the age of a file; a wrong guess reads it again, or a second later",
+    "scheduler_svc.admission.tokens": "tokens say in wall clock time until when they hold",
+    "scheduler_svc.observe.usage": "when usage was counted, for people",
     "scheduler_svc.admission.key_file": "the age of a file; a wrong guess reads it again, or a second later",
     # One that goes back costs the time in which the worker finds the former stream dead.
     "scheduler_svc.fleet.worker_link": "the first epoch, to be above those of an earlier process",

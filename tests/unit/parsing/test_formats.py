@@ -224,7 +224,12 @@ def test_forced_output_is_calls_whatever_the_format_of_the_model() -> None:
     listed = OutputForm("mistral", "think", TOOLS, "list")
     named = OutputForm("harmony", "", {"weather": TOOLS["weather"]}, "arguments")
 
-    assert as_told(parse('[{"name": "now", "parameters": {}}]', listed, in_reasoning=True)) == [NOW]
+    now = '[{"name": "now", "parameters": {}}]'
+    assert as_told(parse(now, listed)) == [NOW]
+    assert as_told(parse(f"which one?</think>{now}", listed, in_reasoning=True)) == [
+        Reasoning("which one?"),
+        NOW,
+    ]
     assert as_told(parse('{"city": "Paris \u00e9", "days": 3}', named)) == [PARIS]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -338,7 +339,8 @@ def test_load_argument_that_vllm_does_not_know_is_named(folder: Path) -> None:
         load(folder, vllm_args={"no_such_thing": 1})
 
 
-def test_load_ray_without_ray_says_what_to_install(folder: Path) -> None:
+def test_load_ray_without_ray_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InvalidSettings, match="pip install ray"):
         load(folder, vllm_args={"distributed_executor_backend": "ray"})
 
