@@ -194,7 +194,9 @@ def test_mistake_of_the_user_is_one_line(
     capsys: Capture,
     arguments: list[str],
     said: str,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
     monkeypatch.setenv("OCTAVO_ENDPOINT", threaded.fake.endpoint)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
