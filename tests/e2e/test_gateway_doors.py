@@ -125,7 +125,7 @@ async def test_only_a_good_key_is_told_to_go_on(locked: tuple[httpx.AsyncClient,
 
 async def test_no_body_is_read_where_none_belongs(one: Served) -> None:
     async with connected(one.port) as raw:
-        raw.post("/v1/embeddings", "content-length: 9000000")
+        raw.post("/v1/images/generations", "content-length: 9000000")
         assert (await raw.answer())[0] == 404
         raw.send(b"x" * 9_000_000)
         raw.post("/health", "content-length: 9000000")
@@ -394,7 +394,7 @@ async def test_key_of_the_gateway_that_was_revoked_is_no_fault_of_its_clients(tm
     own.write_text(new_key())
     worker = await start_worker()
     try:
-        path = key_file(tmp_path / "keys.toml", "user", "gateway")
+        path = key_file(tmp_path / "keys.toml", "user", "gateway", "boss")
         async with scheduler(worker.address, key_file=path) as stack:
             await stack.wait_ready()
             async with gateway(f"127.0.0.1:{stack.port}", api_key_file=own) as (http, _):
@@ -411,7 +411,8 @@ async def test_key_of_the_gateway_that_was_revoked_is_no_fault_of_its_clients(tm
                 health = await http.get("/health")
                 assert health.status_code == 503
                 assert "the gateway's own key was refused" in health.json()["reason"]
-                metrics = (await http.get("/metrics")).text
+                operator = {"authorization": f"Bearer {KEYS['boss']}"}
+                metrics = (await http.get("/metrics", headers=operator)).text
                 assert "octavo_gateway_own_key_refusals_total 3.0" in metrics
     finally:
         await worker.stop()
