@@ -69,6 +69,6 @@ def _format(structured: StructuredOutput | None) -> dict[str, Any] | None:
         return {"type": "or", "elements": values}
     text = structured.json_schema
     schema = {"type": "object"} if text is None else json.loads(text)
-    # No fewer can be had here: enough that a model does not get lost in them.
-    spaces = {"max_whitespace_cnt": 1} if structured.compact else {}
-    return {"type": "json_schema", "json_schema": schema, **spaces}
+    # No fewer than one can be had here; without a bound a model may run on in spaces for ever.
+    spaces = 1 if structured.compact else 20
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": spaces}

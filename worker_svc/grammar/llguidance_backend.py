@@ -24,6 +24,11 @@ _MEANINGS: Final = {
     "ParserTooComplex": "it is too complex: too much has to be tried for a token",
     "LexerTooComplex": "it is too complex: too much has to be tried for a token",
 }
+_MAX_SPACES: Final = 20
+"""In a row, after which other tokens are taken where there are any: a model may run on in spaces for ever."""
+_SPACES: Final = b" \t\r\n"
+_JSON: Final = '{"grammars":[{"name":"json_schema"'
+"""How the text of a grammar begins that came of a schema."""
 _BYTES_PER_BYTE: Final = 160
 """What a grammar takes for each byte of its text, at most about."""
 
@@ -50,6 +55,7 @@ class LlguidanceBackend:
             )
         except (RuntimeError, ValueError) as error:
             raise GrammarError(f"llguidance cannot read the model's vocabulary: {error}") from None
+        self._spaces = _Spaces(self._tokens, vocabulary.size)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -75,7 +81,9 @@ class LlguidanceBackend:
     def _compiled(self, text: str) -> LlGrammar:
         beginning = self._library.LLMatcher(self._tokens, text, log_level=0, limits=self._limits)
         _check(beginning)
-        return LlGrammar(text, beginning, self._library.numpy, self._vocabulary.stop_token_ids[0])
+        spaces = self._spaces if text.startswith(_JSON) else None
+        end_token_id = self._vocabulary.stop_token_ids[0]
+        return LlGrammar(text, beginning, self._library.numpy, end_token_id, spaces)
 
     def _text(self, structured: StructuredOutput) -> str:
         """Return a constraint as llguidance takes it."""
@@ -93,6 +101,19 @@ class LlguidanceBackend:
         return str(matcher.grammar_from_json_schema(json.dumps(closed(wanted)), overrides=options))
 
 
+class _Spaces:
+    """The tokens that are nothing but space."""
+
+    def __init__(self, tokens: Any, vocab_size: int) -> None:
+        texts = ((token_id, tokens.decode_bytes([token_id])) for token_id in range(tokens.vocab_size))
+        self.lengths = {token_id: len(text) for token_id, text in texts if text and not text.strip(_SPACES)}
+        others = np.full(-(-vocab_size // WORD_BITS), -1, dtype=np.int32)
+        ids = np.array(sorted(self.lengths), dtype=np.int64)
+        bits = np.left_shift(np.uint32(1), (ids % WORD_BITS).astype(np.uint32)).view(np.int32)
+        np.bitwise_and.at(others, ids // WORD_BITS, ~bits)
+        self.others: Mask = others
+
+
 @dataclass(frozen=True, slots=True)
 class LlGrammar:
     """A `CompiledGrammar`."""
@@ -101,6 +122,8 @@ class LlGrammar:
     beginning: Any
     numpy: Any
     end_token_id: int
+    spaces: _Spaces | None
+    """Of JSON, whose spaces are bounded."""
 
     @property
     def size_bytes(self) -> int:
@@ -119,11 +142,16 @@ class LlMatcher:
         self._handle = grammar.beginning.deep_copy()
         self._fill = grammar.numpy.fill_next_token_bitmask
         self._end_token_id = grammar.end_token_id
+        self._spaces = grammar.spaces
+        self._num_spaces = 0
         self._words = stops // WORD_BITS
         self._bits = np.left_shift(np.uint32(1), (stops % WORD_BITS).astype(np.uint32)).view(np.int32)
 
     def accept(self, token_id: int) -> bool:
         """Go on by one token."""
+        if self._spaces is not None:
+            length = self._spaces.lengths.get(token_id, 0)
+            self._num_spaces = self._num_spaces + length if length else 0
         return bool(self._handle.consume_token(token_id))
 
     def fill(self, mask: Mask) -> None:
@@ -136,6 +164,10 @@ class LlMatcher:
         np.bitwise_and.at(mask, self._words, ~self._bits)
         if may_end:
             np.bitwise_or.at(mask, self._words, self._bits)
+        if self._spaces is not None and self._num_spaces >= _MAX_SPACES:
+            others = mask & self._spaces.others
+            if others.any():
+                mask[:] = others
 
 
 def _check(matcher: Any) -> None:

@@ -124,3 +124,23 @@ def test_class_of_a_program_is_held_to_as_a_whole() -> None:
     cat, dog = '{"kind": "cat", "lives": 9}', '{"kind": "dog", "name": null}'
     assert follows(structured, f'{{"pets": [{cat}, {dog}], "best": {cat}}}')
     assert not follows(structured, f'{{"pets": [{cat}], "best": {{"kind": "cow"}}}}')
+
+
+def allowed_after(structured: StructuredOutput, text: str) -> set[str]:
+    matcher = BACKENDS.of(structured).compile(structured).matcher((EOS,))
+    for token_id in TOKENIZER.encode(text, add_special_tokens=False).ids:
+        assert matcher.accept(token_id)
+    mask = np.zeros(-(-SIZE // 32), dtype=np.int32)
+    matcher.fill(mask)
+    return {"$" if one == EOS else TOKENIZER.decode([one]) for one in allowed_ids(mask)}
+
+
+def test_spaces_of_json_do_not_go_on_for_ever() -> None:
+    integer = schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    assert allowed_after(integer, "{" + "\n" + " " * 18) > {'"', " ", "\n"}
+    assert allowed_after(integer, "{" + "\n" + " " * 19) == {'"'}
+
+
+def test_spaces_that_have_to_be_there_are_left() -> None:
+    assert allowed_after(schema({"const": " " * 40}), '"' + " " * 30) == {" "}
+    assert " " in allowed_after(StructuredOutput(regex="a *b"), "a" + " " * 30)
