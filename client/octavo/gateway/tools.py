@@ -49,6 +49,8 @@ class NamedTool(Strict):
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
+_MAX_FORCED: Final = 16
+"""Calls that `required` may lead to, or as many as there are tools: a small model finds no end by itself."""
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -93,9 +95,8 @@ class ToolUse:
             for key, name in named
         ]
         items = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        schema = {"type": "array", "items": items, "minItems": 1}
-        if not self.parallel:
-            schema["maxItems"] = 1
+        most = max(_MAX_FORCED, len(calls)) if self.parallel else 1
+        schema = {"type": "array", "items": items, "minItems": 1, "maxItems": most}
         defs = {key: _moved(self.schemas[name], f"#/$defs/{key}") for key, name in named}
         return {**schema, "$defs": defs}
 
