@@ -7,7 +7,7 @@ import gzip
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ async def connected(port: int) -> AsyncIterator[Raw]:
         yield Raw(reader, writer)
     finally:
         writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import grpc.aio
@@ -90,10 +90,13 @@ class FreezingProxy:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[str]:
         server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        yield "{}:{}".format(*server.sockets[0].getsockname())
-        for task in self._tasks:
-            task.cancel()
-        server.close()
+        try:
+            yield "{}:{}".format(*server.sockets[0].getsockname())
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there = await asyncio.open_connection(self._host, self._port)
@@ -109,6 +112,9 @@ class FreezingProxy:
                 sink.write(data)
         finally:
             sink.close()
+            # A connection that is closed and not waited for may outlive the event loop.
+            with suppress(OSError):
+                await sink.wait_closed()
 
 
 async def test_half_open_stream_is_found_and_makes_room_for_another(
