@@ -26,6 +26,8 @@ EVERYTHING: Final = SamplingParams(
     bad_words_token_ids=((2,),),
 )
 """Takes every way through vLLM's sampler."""
+_MAX_TEMPERATURE: Final = 2.0
+"""vLLM's own bound."""
 
 
 def unsupported(sampling: SamplingParams, vocab_size: int) -> str | None:
@@ -38,6 +40,8 @@ def unsupported(sampling: SamplingParams, vocab_size: int) -> str | None:
     for name, token_ids in named.items():
         if token_ids and (beyond := max(token_ids)) >= vocab_size:
             return f"{name} names token {beyond}, the vocabulary has {vocab_size}"
+    if temperature_of(sampling) > _MAX_TEMPERATURE:
+        return f"temperature must be at most {_MAX_TEMPERATURE:g} with vLLM, got {sampling.temperature:g}"
     return None
 
 

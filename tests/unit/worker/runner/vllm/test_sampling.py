@@ -66,6 +66,8 @@ def test_sampling_kwargs_min_tokens_holds_back_every_token_that_could_end_it() -
 
 def test_unsupported_sampling_is_named() -> None:
     assert "logit_bias" in (unsupported(SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), VOCAB_SIZE) or "")
+    assert "at most 2" in (unsupported(SamplingParams(temperature=5.0), VOCAB_SIZE) or "")
+    assert unsupported(SamplingParams(temperature=2.0), VOCAB_SIZE) is None
 
 
 def test_unsupported_is_none_for_what_can_be_done() -> None:
