@@ -26,6 +26,8 @@ LONG_BLOCKS: Final = 8
 """What a worker holds that is in the middle of answers."""
 _ROOM: Final = ("--num-blocks", "24", "--block-size", "16", "--max-num-seqs", "8", "--max-model-len", "384")
 """Not all outputs fit into it."""
+_VLLM_ROOM: Final = ("--num-blocks", "12", "--block-size", "32", *_ROOM[4:])
+"""vLLM takes no smaller blocks on a CPU."""
 KINDS: Final = [
     pytest.param(("sim", "--runner", "sim", *_ROOM), id="sim"),
     pytest.param(
@@ -34,7 +36,7 @@ KINDS: Final = [
         marks=[pytest.mark.slow, pytest.mark.model],
     ),
     pytest.param(
-        ("demo", "--runner", "vllm", "--dtype", "float32", "--enforce-eager", *_ROOM),
+        ("demo", "--runner", "vllm", "--dtype", "float32", "--enforce-eager", *_VLLM_ROOM),
         id="vllm",
         marks=[pytest.mark.slow, pytest.mark.model, pytest.mark.vllm],
     ),
