@@ -26,6 +26,8 @@ _MAX_REMEMBERED: Final = 4096
 _MAX_ASKING: Final = 32
 """Questions on their way to the scheduler: who tries keys waits, and keeps it from nothing else."""
 _PATIENCE_S: Final = 5.0
+_HURRY_S: Final = 0.05
+"""Where something is known of a key already: a scheduler that is busy holds up nobody whose key was good."""
 NO_KEY: Final = ""
 
 
@@ -82,6 +84,10 @@ class KeyCheck:
         if asked is None:
             asked = self._asked[name] = asyncio.create_task(self._ask_scheduler(name, key, figures))
             asked.add_done_callback(lambda _: self._asked.pop(name))
+        if known is not None:
+            await asyncio.wait({asked}, timeout=_HURRY_S)
+            if not asked.done():
+                return known.refusal
         return await asyncio.shield(asked)
 
     async def _ask_scheduler(self, name: bytes, key: str, figures: bool) -> Failure | None:

@@ -22,10 +22,12 @@ class Scheduler:
         self.reachable = True
         self.asked: list[str] = []
         self.now = 0.0
+        self.free = asyncio.Event()
+        self.free.set()
 
     async def models(self, *, api_key: str) -> list[object]:
         self.asked.append(api_key)
-        await asyncio.sleep(0)
+        await self.free.wait()
         if not self.reachable:
             raise UnavailableError("no answer", ErrorInfo("UNREACHABLE", "", 14))
         if not self.open_to_all and api_key not in self.good:
@@ -79,6 +81,21 @@ async def test_last_answer_holds_while_the_scheduler_is_away_and_strangers_wait_
 
     assert [await status(check, key) for key in (GOOD, "", BAD)] == [200, 401, 503]
     assert await status(Scheduler.check(scheduler), GOOD) == 503
+
+
+async def test_scheduler_that_takes_long_holds_up_no_key_that_was_good() -> None:
+    scheduler = Scheduler()
+    check = scheduler.check()
+    assert await status(check, GOOD) == 200
+    scheduler.now = 11.0
+    scheduler.free.clear()
+    scheduler.good.clear()
+
+    assert await status(check, GOOD) == 200, "before the scheduler has answered"
+    scheduler.free.set()
+    await asyncio.sleep(0)
+    while await status(check, GOOD) == 200:
+        scheduler.now += 3.0
 
 
 async def test_answers_that_are_remembered_are_bounded() -> None:
