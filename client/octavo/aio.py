@@ -9,7 +9,7 @@ from typing import Self, Unpack
 
 import grpc.aio
 
-from octavo._sdk import wire
+from octavo._sdk import answers, requests
 from octavo._sdk.batch import Batch
 from octavo._sdk.call import Call
 from octavo._sdk.channel import Endpoints, from_rpc, parse_api_key, parse_endpoints, parse_tls
@@ -205,19 +205,19 @@ class AsyncClient:
         Raises:
             OctavoError: the request was refused or failed; see `octavo.errors`.
         """
-        return wire.parsed(await self._core.run(wire.text_request(prompt, options)), options)
+        return requests.parsed(await self._core.run(requests.text_request(prompt, options)), options)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Start a request and return its output as it comes; raises as `generate` does."""
-        return self._start(wire.text_request(prompt, options))
+        return self._start(requests.text_request(prompt, options))
 
     async def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateResult:
         """Return the whole answer in a conversation; raises as `generate` does."""
-        return wire.parsed(await self._core.run(wire.chat_request(messages, options)), options)
+        return requests.parsed(await self._core.run(requests.chat_request(messages, options)), options)
 
     def chat_stream(self, messages: Messages, **options: Unpack[ChatOptions]) -> AsyncStream:
         """Start the answer in a conversation and return it as it comes; raises as `generate` does."""
-        return self._start(wire.chat_request(messages, options))
+        return self._start(requests.chat_request(messages, options))
 
     async def embed(
         self, inputs: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]
@@ -229,7 +229,7 @@ class AsyncClient:
         Raises:
             OctavoError: one of them was refused or failed; see `octavo.errors`.
         """
-        results = await self._core.run_all(wire.embed_requests(inputs, options))
+        results = await self._core.run_all(requests.embed_requests(inputs, options))
         return EmbeddingResult(
             tuple(result.embedding for result in results),
             sum(result.usage.prompt_tokens for result in results),
@@ -278,7 +278,7 @@ class AsyncClient:
     ) -> Tokenization:
         """Return the token ids of a text. `api_key`, here and below: as in `GenerateOptions`."""
         request = pb.TokenizeRequest(model=model, return_pieces=pieces, add_special_tokens=add_special_tokens)
-        with wire.naming("text"):
+        with requests.naming("text"):
             request.text = text
         return await self._tokenize(request, api_key)
 
@@ -292,7 +292,7 @@ class AsyncClient:
         **options: Unpack[TemplateOptions],
     ) -> Tokenization:
         """Return the token ids of a conversation, rendered with the model's template."""
-        chat = wire.chat(messages, options)
+        chat = requests.chat(messages, options)
         request = pb.TokenizeRequest(model=model, chat=chat, return_pieces=pieces)
         return await self._tokenize(request, api_key)
 
@@ -312,7 +312,7 @@ class AsyncClient:
     ) -> str:
         """Return the text of token ids."""
         request = pb.DetokenizeRequest(model=model, keep_special_tokens=keep_special_tokens)
-        with wire.naming("token_ids"):
+        with requests.naming("token_ids"):
             request.token_ids.extend(token_ids)
         answer = await self._core.unary(
             lambda on: on.generation.Detokenize(request, metadata=on.metadata_of(api_key))
@@ -325,7 +325,7 @@ class AsyncClient:
         answer = await self._core.unary(
             lambda on: on.generation.ListModels(request, metadata=on.metadata_of(api_key))
         )
-        return [wire.model_info(model) for model in answer.models]
+        return [answers.model_info(model) for model in answer.models]
 
     async def status(self, *, history: bool = False, api_key: str | None = None) -> Status:
         """Return what the scheduler is doing; with `history`, also what it did in the last ten minutes."""
@@ -333,26 +333,26 @@ class AsyncClient:
         answer = await self._core.unary(
             lambda on: on.operations.GetStatus(request, metadata=on.metadata_of(api_key))
         )
-        return wire.status(answer.status)
+        return answers.status(answer.status)
 
     async def usage(self, since: float | None = None) -> UsageReport:
         """Return who used the devices, minute by minute, in the last `since` seconds or in the last day."""
         request = operations_pb2.GetUsageRequest(since_s=since)
         answer = await self._core.unary(lambda on: on.operations.GetUsage(request, metadata=on.metadata))
-        return wire.usage_report(answer)
+        return answers.usage_report(answer)
 
     async def watch_status(self, interval: float = 1.0, *, history: bool = False) -> AsyncGenerator[Status]:
         """Yield a status now and then again each `interval` seconds, until the scheduler goes away.
 
         With `history` the first one has that of the last ten minutes, and each that follows what is new.
         """
-        interval_ms = wire.milliseconds("interval_ms", interval)
+        interval_ms = requests.milliseconds("interval_ms", interval)
         request = operations_pb2.WatchStatusRequest(interval_ms=interval_ms, history=history)
         connection = await self._core.endpoints.dial()
         try:
             rpc = connection.operations.WatchStatus(request, metadata=connection.metadata)
             async for answer in rpc:
-                yield wire.status(answer.status)
+                yield answers.status(answer.status)
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error) from None
         finally:
@@ -377,7 +377,7 @@ class AsyncClient:
         Raises:
             InvalidRequestError: the client has several endpoints and none of them is named.
         """
-        grace_ms = None if grace is None else wire.milliseconds("grace_ms", grace)
+        grace_ms = None if grace is None else requests.milliseconds("grace_ms", grace)
         request = operations_pb2.DrainRequest(worker_id=worker_id, grace_ms=grace_ms)
         answer = await self._core.once(
             endpoint, lambda on: on.operations.Drain(request, metadata=on.metadata)
@@ -411,7 +411,7 @@ class AsyncClient:
             UnsupportedError: no worker has room for it within its pin budget.
         """
         fields = {"model": model, "cache_salt": cache_salt, "tenant": tenant, **options}
-        request = wire.pin_request(name, prefix, fields)
+        request = requests.pin_request(name, prefix, fields)
         answer = await self._core.unary(lambda on: on.operations.PinPrefix(request, metadata=on.metadata))
         return PinResult(answer.tokens, answer.blocks, answer.workers, tuple(answer.without_room))
 
@@ -429,7 +429,7 @@ class AsyncClient:
         """Have one worker, or all that are attached, verify their books from scratch between two steps."""
         request = operations_pb2.AuditWorkersRequest(worker_id=worker_id)
         answer = await self._core.unary(lambda on: on.operations.AuditWorkers(request, metadata=on.metadata))
-        return [wire.audit(one) for one in answer.audits]
+        return [answers.audit(one) for one in answer.audits]
 
     async def aclose(self) -> None:
         """Cancel what runs and close the connections."""

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
-from octavo._sdk import wire
+from octavo._sdk import requests
 from octavo._sdk.batch import Batch
 from octavo._sdk.call import Call
 from octavo._sdk.loop_thread import LoopThread
@@ -159,7 +159,7 @@ class Client:
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Start a request and return its output as it comes; raises as `generate` does."""
-        return self._start(wire.text_request(prompt, options))
+        return self._start(requests.text_request(prompt, options))
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateResult:
         """Return the whole answer in a conversation; raises as `generate` does."""
@@ -167,7 +167,7 @@ class Client:
 
     def chat_stream(self, messages: Messages, **options: Unpack[ChatOptions]) -> Stream:
         """Start the answer in a conversation and return it as it comes; raises as `generate` does."""
-        return self._start(wire.chat_request(messages, options))
+        return self._start(requests.chat_request(messages, options))
 
     def embed(self, inputs: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> EmbeddingResult:
         """Return the vectors of a text, of token ids, or of a list of either; see `AsyncClient.embed`."""

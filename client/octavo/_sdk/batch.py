@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
-from octavo._sdk import wire
+from octavo._sdk import requests
 from octavo._sdk.call import Call
 from octavo._sdk.core import Core
 from octavo.errors import InvalidRequestError, OctavoError
@@ -65,7 +65,7 @@ class Batch:
             return None
         index, prompt = taken
         try:
-            request = self._core.prepare(wire.batch_request(prompt, self._options))
+            request = self._core.prepare(requests.batch_request(prompt, self._options))
         except InvalidRequestError as error:
             self._begun[index] = error
             self._on_end(index)

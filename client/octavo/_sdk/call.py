@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final, Literal
 
-from octavo._sdk import wire
+from octavo._sdk import answers
 from octavo.errors import ErrorInfo, OctavoError, error_of
 from octavo.protocol.steps import FinishReason, TokenLogprobs
 from octavo.types import Accepted, Choice, Delta, GenerateResult, Progress
@@ -44,7 +44,7 @@ class _Output:
             self.text.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         if delta.logprobs:
-            self.logprobs.extend(wire.logprobs(delta.logprobs))
+            self.logprobs.extend(answers.logprobs(delta.logprobs))
         self._arrived = (len(self.text), len(self.token_ids), len(self.logprobs))
 
     def take(self, choice: int) -> Delta | None:
@@ -197,7 +197,7 @@ class Call:
                 self._finish_choice(event.finished)
             case "accepted":
                 if self.accepted is None:
-                    self.accepted = wire.accepted(event.accepted)
+                    self.accepted = answers.accepted(event.accepted)
                 if self._live:
                     self._on_change()
             case "prompt_logprobs":
@@ -207,14 +207,14 @@ class Call:
             case "progress":
                 self.no_worker_s = event.progress.waited_ms / 1000
             case "error":
-                self.fail(error_of(wire.error_info(event.error)))
+                self.fail(error_of(answers.error_info(event.error)))
             case None:
                 pass  # Of a kind that this version does not know.
 
     def _add_prompt_logprobs(self, scored: pb.PromptLogprobs) -> None:
         self.trouble_since, self.no_worker_s = None, 0.0
         known = len(self.prompt_logprobs) - scored.first_position
-        self.prompt_logprobs += wire.logprobs(scored.tokens)[max(0, known) :]
+        self.prompt_logprobs += answers.logprobs(scored.tokens)[max(0, known) :]
 
     def _finish_choice(self, finished: pb.Finished) -> None:
         self.ends_to_come -= 1
@@ -229,8 +229,8 @@ class Call:
             FinishReason(finished.reason),
             getattr(finished, stopped_by) if stopped_by else None,
             tuple(output.logprobs),
-            wire.usage(finished.usage),
-            wire.timings(finished.timings),
+            answers.usage(finished.usage),
+            answers.timings(finished.timings),
         )
         self._ended.append(output.finished)
         if self.error is None:
@@ -302,6 +302,6 @@ def _error_of(finished: pb.Finished) -> OctavoError | None:
     """Return the error with which a choice ended, if it did not end well."""
     reason = FinishReason(finished.reason)
     if reason is not FinishReason.CANCELLED and finished.HasField("error"):
-        return error_of(wire.error_info(finished.error))
+        return error_of(answers.error_info(finished.error))
     known = _FAILURES.get(reason)
     return error_of(known) if known is not None else None

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from octavo._sdk.wire import error_info
+from octavo._sdk.answers import error_info
 from octavo.errors import ErrorInfo, InvalidRequestError, OctavoError, UnavailableError, error_of
 from octavo.protocol.bounds import MAX_MESSAGE_BYTES
 from octavo.protocol.proxy import proxy_options

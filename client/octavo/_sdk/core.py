@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from octavo._sdk import wire
+from octavo._sdk import requests
 from octavo._sdk.call import Call
 from octavo._sdk.channel import Connection, Endpoints
 from octavo._sdk.session import Patience, Transport
@@ -42,7 +42,7 @@ class Core:
         """Name the request, and refuse it when it is too large."""
         if not request.request_id:
             request.request_id = f"{self._prefix}-{next(self._numbers)}"
-        wire.check_size(request)
+        requests.check_size(request)
         return request
 
     async def run(self, request: pb.GenerateRequest) -> GenerateResult:

@@ -19,7 +19,7 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from octavo._sdk import wire
+from octavo._sdk import answers
 from octavo._sdk.call import GRACE_S, Call
 from octavo._sdk.channel import Connection, Endpoints, from_rpc, stands_still
 from octavo.errors import (
@@ -373,7 +373,7 @@ class Transport:
                 continue
             if self._may_try_elsewhere(call, event.error):
                 self._waiting[call.request_id] = calls.pop(call.request_id)
-                self._move_away(stream, call, wire.error_info(event.error))
+                self._move_away(stream, call, answers.error_info(event.error))
                 continue
             try:
                 call.apply(event)

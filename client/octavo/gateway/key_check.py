@@ -27,7 +27,7 @@ _MAX_ASKING: Final = 32
 """Questions on their way to the scheduler: who tries keys waits, and keeps it from nothing else."""
 _PATIENCE_S: Final = 5.0
 _HURRY_S: Final = 0.05
-"""Where something is known of a key already: a scheduler that is busy holds up nobody whose key was good."""
+"""For a key that was good: a busy scheduler holds up nobody who has one. A bad one may be good by now."""
 NO_KEY: Final = ""
 
 
@@ -84,7 +84,7 @@ class KeyCheck:
         if asked is None:
             asked = self._asked[name] = asyncio.create_task(self._ask_scheduler(name, key, figures))
             asked.add_done_callback(lambda _: self._asked.pop(name))
-        if known is not None:
+        if known is not None and (known.refusal is None or key == NO_KEY):
             await asyncio.wait({asked}, timeout=_HURRY_S)
             if not asked.done():
                 return known.refusal

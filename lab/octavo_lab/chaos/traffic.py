@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
-from octavo._sdk import wire
+from octavo._sdk import requests
 from octavo.aio import AsyncClient
 from octavo.errors import OverloadedError
 
@@ -101,7 +101,7 @@ class Clients:
 
     async def _ask_raw(self, answer: Reply) -> None:
         options: Any = {**answer.question.sampling, "ignore_eos": True, "request_id": answer.request_id}
-        request = wire.text_request(answer.question.prompt, options)
+        request = requests.text_request(answer.question.prompt, options)
         request.return_token_ids = True
         answer.refused = await raw.generate(self._stack.endpoints.split(","), request, answer.take)
 

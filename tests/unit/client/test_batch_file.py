@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from octavo._sdk import wire
+from octavo._sdk import requests
 from octavo.batch_file import BatchFileError, OutcomeFile, read_requests, throughput_order
 from octavo.errors import InvalidRequestError
 from octavo.protocol.steps import FinishReason, TokenLogprobs
@@ -150,7 +150,7 @@ def test_requests_of_the_openai_format_mean_what_they_mean_there(tmp_path: Path)
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "t"}]},
     ]
-    request = wire.batch_request(first.item, {})
+    request = requests.batch_request(first.item, {})
     assert dict(request.sampling.logit_bias) == {7: -1.5}
     assert request.sampling.logprobs == 3
     assert json.loads(request.sampling.structured.json_schema) == schema
@@ -217,7 +217,7 @@ def test_bad_line_is_its_own_error_and_the_good_ones_are_done(tmp_path: Path, li
         error = bad.error
         if bad.item is not None:
             with pytest.raises(InvalidRequestError) as raised:
-                wire.batch_request(bad.item, {})
+                requests.batch_request(bad.item, {})
             error = raised.value
         assert error is not None
         outcomes.add(bad, error)

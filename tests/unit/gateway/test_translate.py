@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from octavo import errors
-from octavo._sdk import wire
+from octavo._sdk import requests
 from octavo.gateway import tools, translate
 from octavo.gateway.dialects import messages_body, responses_body
 from octavo.gateway.errors import GatewayError, failure_of, failure_of_validation
@@ -67,7 +67,7 @@ def test_sampling_parameters_arrive_as_they_were_meant() -> None:
     assert found["seed"] == 2**64 - 1
     assert found["stop"] == ["a"]
     assert found["logit_bias"] == {7: 2.5}
-    request = wire.text_request("x", found)
+    request = requests.text_request("x", found)
     assert SamplingParams(seed=request.sampling.seed).violations() == []
 
 
@@ -190,7 +190,7 @@ def test_service_terms_come_by_header() -> None:
         "accept": "*/*",
     }
     found = translate.completion_options(completion(), headers)
-    terms = wire.text_request("x", found).terms
+    terms = requests.text_request("x", found).terms
 
     assert (terms.priority, terms.ttft_deadline_ms, terms.deadline_ms) == (3, 1500, 2500)
     assert terms.HasField("queue_timeout_ms")
@@ -202,7 +202,7 @@ def test_service_terms_come_by_header() -> None:
 
 def test_a_request_without_a_key_says_so_and_lends_none() -> None:
     found = translate.completion_options(completion(), {"authorization": "Basic eA=="})
-    request = wire.text_request("x", found)
+    request = requests.text_request("x", found)
 
     assert request.HasField("api_key")
     assert request.api_key == ""
@@ -230,7 +230,7 @@ def test_chat_parts_are_joined_and_tool_calls_kept() -> None:
         max_completion_tokens=9,
     )
     job = translate.chat_job(request, {})
-    proto = wire.chat_request(job.messages, job.options)
+    proto = requests.chat_request(job.messages, job.options)
 
     assert proto.chat.messages[0].content == "a\nb"
     assert json.loads(proto.chat.messages[1].tool_calls_json) == [call]

@@ -27,7 +27,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 from octavo._sdk.call import Call
-from octavo._sdk.wire import text_request
+from octavo._sdk.requests import text_request
 from octavo.cli import generate
 from octavo.cli.request import add_options, options
 from octavo.errors import OctavoError

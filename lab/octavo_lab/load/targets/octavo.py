@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Self, cast
 
 from octavo import AsyncClient
-from octavo._sdk import wire
+from octavo._sdk.requests import chat_request, text_request
 from octavo.errors import AccessDeniedError, InvalidRequestError, OctavoError
 
 from octavo_lab.command import BenchError
@@ -106,7 +106,7 @@ class OctavoTarget:
         # Those without options of their own differ in their prompts only.
         for one in [*requests[:1], *(one for one in requests[1:] if one.options)]:
             try:
-                make = wire.chat_request if one.form == "messages" else wire.text_request
+                make = chat_request if one.form == "messages" else text_request
                 make(cast("Any", one.prompt), self._options_of(one))
             except (TypeError, ValueError, InvalidRequestError) as error:
                 options = outcomes.without_key({**self._options, **one.options}).items()
