@@ -75,7 +75,9 @@ class _Minutes:
         period = UsagePeriod(
             began_unix_s,
             began_unix_s + now - self._began,
-            tuple(row for row in rows if row.requests or row.device_s or row.prompt_tokens),
+            tuple(
+                row for row in rows if row.requests or row.device_s or row.prompt_tokens or row.output_tokens
+            ),
             usage.idle_s - before.idle_s,
             usage.unassigned_s - before.unassigned_s,
         )

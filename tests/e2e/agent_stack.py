@@ -5,22 +5,18 @@ Programs of others are tried with it. What a real model does with a grammar is t
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
 
-import uvicorn
 from octavo import AsyncClient
 from octavo.errors import ErrorInfo, NotFoundError
-from octavo.gateway.app import create_app
-from octavo.gateway.config import GatewaySettings
-from octavo.gateway.main import server_config
 from octavo.protocol.steps import FinishReason
 from octavo.types import ChatMessage, GenerateResult
 
+from tests.e2e.gateway_stack import listening
 from tests.unit.gateway.scripted import Script, ScriptedClient, ScriptedStream
 
 
@@ -79,19 +75,5 @@ class Agent(ScriptedClient):
 @asynccontextmanager
 async def agent_gateway() -> AsyncIterator[str]:
     """Run it; yields the address of the API."""
-    settings = GatewaySettings.load({"listen": "127.0.0.1:0", "drain_grace_s": 1})
-    app = create_app(settings, cast("AsyncClient", Agent(Script())))
-    config = server_config(app, settings)
-    config.port, config.lifespan = 0, "off"
-    server = uvicorn.Server(config)
-    config.load()
-    server.lifespan = config.lifespan_class(config)
-    await server.startup()
-    port = server.servers[0].sockets[0].getsockname()[1]
-    ticking = asyncio.create_task(server.main_loop())
-    try:
+    async with listening(cast("AsyncClient", Agent(Script())), lifespan="off") as port:
         yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        server.should_exit = True
-        await ticking
-        await server.shutdown()

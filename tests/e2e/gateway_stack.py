@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import uvicorn
+from octavo import AsyncClient
 from octavo.gateway.app import create_app
 from octavo.gateway.config import GatewaySettings
 from octavo.gateway.main import server_config
@@ -50,25 +51,34 @@ class Served:
 
 
 @asynccontextmanager
-async def gateway(endpoint: str, **flags: Any) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
-    """Run a gateway for a scheduler."""
-    given = {"listen": "127.0.0.1:0", "endpoint": endpoint, "drain_grace_s": 1, **flags}
-    settings = GatewaySettings.load(given)
-    config = server_config(create_app(settings), settings)
-    config.port = 0
+async def listening(
+    client: AsyncClient | None = None, lifespan: Literal["on", "off"] = "on", **flags: Any
+) -> AsyncIterator[int]:
+    """Run a gateway; yields its port."""
+    settings = GatewaySettings.load({"listen": "127.0.0.1:0", "drain_grace_s": 1, **flags})
+    config = server_config(create_app(settings, client), settings)
+    config.port, config.lifespan = 0, lifespan
     server = uvicorn.Server(config)
     config.load()
     server.lifespan = config.lifespan_class(config)
     await server.startup()
-    port = server.servers[0].sockets[0].getsockname()[1]
     ticking = asyncio.create_task(server.main_loop())
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S) as http:
-            yield http, port
+        yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
         await ticking
         await server.shutdown()
+
+
+@asynccontextmanager
+async def gateway(endpoint: str, **flags: Any) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
+    """Run a gateway for a scheduler."""
+    async with (
+        listening(endpoint=endpoint, **flags) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S) as http,
+    ):
+        yield http, port
 
 
 @asynccontextmanager

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from octavo_lab.scorecard import system
-from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
+from tests.unit.worker.runner.torch.families import save_model, small_llama
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build/lm-eval/bin/python"
@@ -28,21 +28,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=96,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=32,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
     folder = tmp_path_factory.mktemp("model")
-    model = save_model(config, folder)
+    model = save_model(small_llama(512), folder)
     special = {"eos_token": "</s>", "bos_token": "<s>"}
     PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **special).save_pretrained(folder)
     return folder, model

@@ -16,9 +16,9 @@ from octavo.protocol.steps import FinishReason, Pooling
 from octavo.sampling import SamplingParams, StructuredOutput
 from octavo_lab.scorecard.runner_workload import EngineJob, PlanWorkload, Reference, greedy_jobs
 from tokenizers import Tokenizer
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model
+from tests.unit.worker.runner.torch.families import VOCAB_SIZE, save_model, small_llama
 from worker_svc.config import WorkerSettings
 from worker_svc.engine.engine import EngineConfig, WorkerEngine
 from worker_svc.errors import StepOutOfMemory
@@ -92,21 +92,8 @@ class Subject:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=96,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=1,
-        eos_token_id=EOS,
-        initializer_range=0.2,
-    )
     folder = tmp_path_factory.mktemp("model")
-    return folder, save_model(config, folder)
+    return folder, save_model(small_llama(CONTEXT), folder)
 
 
 @pytest.fixture(scope="module", params=RUNNERS)

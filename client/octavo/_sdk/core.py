@@ -13,6 +13,7 @@ from octavo._sdk.call import Call
 from octavo._sdk.channel import Connection, Endpoints
 from octavo._sdk.session import Patience, Transport
 from octavo.errors import ClientClosedError
+from octavo.service.tasks import all_or_none
 from octavo.types import GenerateResult
 from octavo.v1 import generation_pb2 as pb
 
@@ -59,13 +60,7 @@ class Core:
 
     async def run_all(self, requests: Iterable[pb.GenerateRequest]) -> list[GenerateResult]:
         """Return the outcomes of several; the first that fails ends the others."""
-        tasks = [asyncio.create_task(self.run(request)) for request in requests]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await all_or_none(self.run(request) for request in requests)
 
     async def unary(self, call: Callable[[Connection], Awaitable[_T]]) -> _T:
         """Return the answer to a call that may safely be made again."""

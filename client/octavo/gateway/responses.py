@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 import structlog
 from starlette.responses import Response
@@ -22,10 +22,10 @@ from octavo.errors import OctavoError
 from octavo.gateway.errors import LEVEL_HEADER, Failure, GatewayError, failure_of
 from octavo.gateway.metrics import Observation
 from octavo.gateway.writers import WholeWriter, Writer
+from octavo.service.tasks import all_or_none
 from octavo.types import Accepted, GenerateResult, Usage
 
 _log = structlog.get_logger()
-_T = TypeVar("_T")
 
 ABORT: Final = "octavo.abort"
 """Extension of the ASGI scope: a function that drops the connection with what waits to be read."""
@@ -167,7 +167,7 @@ class WholeResponse(JobResponse):
 
     async def _run(self, send: Send) -> None:
         job = self._job
-        results = await _all(ask.whole() for ask in job.asks)
+        results = await all_or_none(ask.whole() for ask in job.asks)
         usages = [result.usage for result in results]
         job.observation.whole(results)
         body = job.writer.whole(results)
@@ -189,7 +189,7 @@ class EventResponse(JobResponse):
             if len(streams) == 1:
                 await self._pump(streams, 0, send)
             else:
-                await _all(self._pump(streams, number, send) for number in range(len(streams)))
+                await all_or_none(self._pump(streams, number, send) for number in range(len(streams)))
             usages = [stream.result.usage for stream in streams]
         job.observation.used(usages)
         await self._write(send, self._writer.end(usages), more=False)
@@ -219,17 +219,6 @@ class EventResponse(JobResponse):
             events = writer.events(progress, first_choice, prompt_tokens, in_reasoning=in_reasoning)
             if events:
                 await self._write(send, events, more=True)
-
-
-async def _all(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Return the outcomes of works done at the same time; the first that fails ends the others."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def level_header(levels: Iterable[int | None]) -> dict[str, str]:

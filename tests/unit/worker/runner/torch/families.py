@@ -51,6 +51,23 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }
 
 
+def small_llama(context: int) -> LlamaConfig:
+    """What runners and programs of others are compared with transformers on: sure of its tokens."""
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=32,
+        max_position_embeddings=context,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+
+
 def save_model(config: PreTrainedConfig, folder: Path, seed: int = 0, **save: Any) -> PreTrainedModel:
     """Save a random model and a tokenizer, and return the model in float32."""
     torch.manual_seed(seed)
