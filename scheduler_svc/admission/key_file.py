@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 
 import structlog
 from octavo.keys import KeyFile, KeyFileError
-from octavo.service.followed import warn_if_exposed
+from octavo.service.followed import signature_of, warn_if_exposed
 
 from scheduler_svc.observe.metrics import SchedulerMetrics
 
@@ -18,8 +18,6 @@ _log = structlog.get_logger()
 
 _POLL_S: Final = 1.0
 _REMIND_S: Final = 60.0
-# Two changes within one tick of the file system's clock look like one.
-_SETTLED_S: Final = 3.0
 _MAX_BYTES: Final = 64 << 20
 
 
@@ -31,7 +29,7 @@ class KeyFileWatch:
         self._metrics = metrics
         self._on_change = on_change
         self._content: bytes | None = None
-        self._signature: tuple[int, ...] | None = None
+        self._signature: tuple[tuple[int, ...], ...] | None = None
         self._reminded_at = 0.0
         self.problem: str | None = None
         """Why the file as it is now cannot be used."""
@@ -95,9 +93,8 @@ class KeyFileWatch:
     def _read_if_changed(self) -> bytes | None:
         """Return the content if it may be another than the last time."""
         try:
-            status = self._path.stat()
-            signature = (status.st_ino, status.st_dev, status.st_size, status.st_mtime_ns)
-            if signature == self._signature:
+            signature = signature_of((self._path,))
+            if signature is not None and signature == self._signature:
                 return None
             content = self._read()
         except OSError as error:
@@ -106,8 +103,7 @@ class KeyFileWatch:
         except KeyFileError:
             self._forget()
             raise
-        settled = time.time() - status.st_mtime > _SETTLED_S
-        self._signature = signature if settled else None
+        self._signature = signature
         return content
 
     def _forget(self) -> None:

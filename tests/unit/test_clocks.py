@@ -20,7 +20,6 @@ MAY = {
     "octavo.service.followed": "the age of a file; a wrong guess reads it again, or a second later",
     "scheduler_svc.admission.tokens": "tokens say in wall clock time until when they hold",
     "scheduler_svc.observe.usage": "when usage was counted, for people",
-    "scheduler_svc.admission.key_file": "the age of a file; a wrong guess reads it again, or a second later",
     # One that goes back costs the time in which the worker finds the former stream dead.
     "scheduler_svc.fleet.worker_link": "the first epoch, to be above those of an earlier process",
     "scheduler_svc.planlog.writer": "when a file was begun, for people",

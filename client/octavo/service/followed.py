@@ -38,7 +38,7 @@ class Followed(Generic[_T]):
         """
         self._paths = tuple(paths)
         self._build = build
-        self._signature = self._look()
+        self._signature = signature_of(self._paths)
         self._contents = self._read()
         self._value = build(self._contents)
         self._problem = ""
@@ -48,7 +48,7 @@ class Followed(Generic[_T]):
     def get(self) -> _T:
         """Return what the files hold; any thread may ask."""
         try:
-            signature = self._look()
+            signature = signature_of(self._paths)
             if signature is None or signature != self._signature:
                 contents = self._read()
                 if contents != self._contents:
@@ -73,12 +73,13 @@ class Followed(Generic[_T]):
                 in_force="the last content that was right",
             )
 
-    def _look(self) -> tuple[tuple[int, int, int], ...] | None:
-        """Return what changes with the files, None when they have changed so lately that it may not."""
-        found = [path.stat() for path in self._paths]
-        if any(time.time() - status.st_mtime < _SETTLED_S for status in found):
-            return None
-        return tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in found)
+
+def signature_of(paths: Sequence[Path]) -> tuple[tuple[int, ...], ...] | None:
+    """Return what changes with files, None when they changed so lately that it may not; raises OSError."""
+    found = [path.stat() for path in paths]
+    if any(time.time() - status.st_mtime < _SETTLED_S for status in found):
+        return None
+    return tuple((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in found)
 
 
 def warn_if_exposed(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,19 @@ def test_key_is_added_to_a_new_file_that_is_private_and_salted(
     boss = read(path).find(capsys.readouterr().out.strip())
     assert boss is not None
     assert boss.roles == {Role.OPERATOR, Role.METRICS}
+
+
+def test_key_file_stays_readable_for_the_scheduler_whose_group_it_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(WRITTEN)
+    path.chmod(0o640)
+    group = os.getgid() if os.getuid() else 12345
+    os.chown(path, -1, group)
+
+    assert keys("revoke", path, "app") == 0
+    status = path.stat()
+    assert (status.st_mode & 0o777, status.st_gid) == (0o640, group)
+    assert [file.name for file in tmp_path.iterdir()] == ["keys.toml"]
 
 
 def test_what_was_written_by_hand_stays_and_its_keys_stay_good(
