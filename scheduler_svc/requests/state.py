@@ -64,10 +64,9 @@ class PreparedRequest:
 class HeldOutput:
     """Output of a choice that waits until there is enough of it for a delta."""
 
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    num_tokens: int = 0
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +162,8 @@ class RequestState:
         self._outbox = outbox
         self._return_token_ids = call.return_token_ids
         self._skip_text = call.skip_text
-        self._stream_interval = call.stream_interval
+        # What is held is no part of the outbox yet, which is bounded.
+        self._stream_interval = min(call.stream_interval, _MAX_DELTA_TOKENS)
         self._silent = call.is_silent
         self._missing = self._num_to_read(call)
         self._text_of = prepared.detokenizer.token_bytes
@@ -320,7 +320,7 @@ class RequestState:
             if finish.last:
                 self.fail(self._moved)
             return
-        if choice.held.num_tokens:
+        if choice.held.token_ids:
             self._let_go(choice)
         text = choice.flush()
         if text:
@@ -396,24 +396,24 @@ class RequestState:
     ) -> None:
         """Keep output until there is enough of it."""
         held = choice.held
-        held.text += text
+        held.text.append(text)
         held.token_ids += token_ids
         held.logprobs += logprobs or ()
-        held.num_tokens += len(token_ids)
-        if held.num_tokens >= self._stream_interval:
+        if len(held.token_ids) >= self._stream_interval:
             self._let_go(choice)
 
     def _let_go(self, choice: ChoiceState) -> None:
         held, choice.held = choice.held, HeldOutput()
-        if held.text or held.logprobs or self._return_token_ids:
-            self._show(choice, held.text, held.token_ids, held.logprobs or None)
+        text = "".join(held.text)
+        if text or held.logprobs or self._return_token_ids:
+            self._show(choice, text, held.token_ids, held.logprobs or None)
 
     def _show(
         self,
         choice: ChoiceState,
         text: str,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...] | None,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None,
     ) -> None:
         """Put output into the outbox, into the delta that waits there if there is one."""
         if self._skip_text:

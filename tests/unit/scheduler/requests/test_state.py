@@ -95,6 +95,24 @@ async def test_merged_delta_is_bounded(outbox: SessionOutbox) -> None:
     assert max(map(len, texts)) <= 4096
 
 
+async def test_output_is_held_until_there_is_as_much_as_was_asked_for(outbox: SessionOutbox) -> None:
+    state = request_state(outbox, call={"return_token_ids": True, "stream_interval": 4})
+    texts = []
+    for letter in "abcdefghij":
+        feed(state, letter)
+        texts += [event.delta.text for event in outbox.take().events]
+    assert texts == ["a", "bcde", "fghi"]
+    state.on_finish(finish(FinishReason.LENGTH))
+    assert outbox.take().events[0].delta.text == "j"
+
+
+async def test_output_is_not_held_beyond_the_bound_of_a_delta(outbox: SessionOutbox) -> None:
+    state = request_state(outbox, max_tokens=100_000, call={"stream_interval": 2**32 - 1})
+    for _ in range(1 + 512):
+        feed(state, "x")
+    assert "".join(event.delta.text for event in outbox.take().events) == "x" * 513
+
+
 async def test_output_beyond_the_limit_cuts_the_stream() -> None:
     outboxes = []
 
